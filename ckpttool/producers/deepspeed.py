@@ -174,12 +174,16 @@ def _add_rest(
         "global_steps": step,
         "dp_world_size": builder.world_size,
         "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
         "ds_version": VERSION,
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
     }
     remaining = [entry for entry in builder.remaining() if entry.path and entry.path[0] not in LAYOUT]
-    scheduler = builder.first("scheduler")
+    for entry in [entry for entry in remaining if entry.path[0] in zero.OF_RANKS[1:]]:
+        builder.fold(entry)
+        remaining.remove(entry)
+    scheduler = zero.schedule(builder)
     taken = {entry.path[0] for entry in remaining if entry.part != scheduler}
     if scheduler is not None:
         taken.add("lr_scheduler")

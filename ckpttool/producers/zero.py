@@ -37,6 +37,8 @@ _State = dict[str, dict[str, Entry]]
 _UNIVERSAL = "`--producer deepspeed:universal` keeps the state of each parameter by itself"
 _EXPERT = ".deepspeed_experts."
 _GROUPS = ("optimizer", "param_groups")
+OF_RANKS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
+"""What says on which ranks a run was, and is written anew."""
 
 
 def trained_model(builder: LayoutBuilder) -> tuple[Part, Part]:
@@ -47,6 +49,13 @@ def trained_model(builder: LayoutBuilder) -> tuple[Part, Part]:
         text = f"a checkpoint of DeepSpeed has a model and its optimizer, and there is no {absent}"
         raise UsageError(text, hint="convert a whole training state, without `--only`")
     return model, optimizer
+
+
+def schedule(builder: LayoutBuilder) -> Part | None:
+    """Return the schedule that DeepSpeed itself steps. A script that runs under DeepSpeed may have another, its own."""
+    own = [part for part in builder.parts("scheduler") if part.root == ("lr_scheduler",)]
+    of_deepspeed = ("ds_version",) in builder.catalogue.entries
+    return own[0] if own else None if of_deepspeed else builder.first("scheduler")
 
 
 def groups(builder: LayoutBuilder, part: Part) -> tuple[list[dict[str, Any]], list[Entry]]:
@@ -101,10 +110,10 @@ def _write(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
             builder.add_value(component, Object((*_GROUPS, numbers[number], *rest), value, part=part))
     for entry in (entry for kinds in state.values() for entry in kinds.values()):
         builder.add(entry, component, ("optimizer", *entry.path[depth:]), part)
-    builder.add_part_to(component, builder.first("scheduler"), ("lr_scheduler",))
+    builder.add_part_to(component, schedule(builder), ("lr_scheduler",))
     has_scaler = ("loss_scaler", "class") in builder.catalogue.entries
     for entry in [e for e in builder.remaining() if e.path and e.path[0] not in LAYOUT]:
-        if entry.path in (("dp_world_size",), ("mp_world_size",)):
+        if entry.path[0] in OF_RANKS:
             builder.fold(entry)
         elif entry.path[0] in ("zero", "loss_scaler") and (
             isinstance(entry, Tensor) or (entry.path[0] == "loss_scaler" and not has_scaler)
@@ -124,21 +133,19 @@ def _write(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
 def _values(builder: LayoutBuilder, step: int) -> dict[str, Any]:
     """Return what DeepSpeed has in each checkpoint, and the source has not."""
     taken = {entry.path[0] for entry in builder.catalogue.entries.values() if entry.path}
-    values = {
+    values: dict[str, Any] = {
         "lr_scheduler": None,
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": 0,
         "global_steps": step,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
         "ds_version": writer.VERSION,
     }
-    scheduler = builder.first("scheduler")
     values = {key: value for key, value in values.items() if key not in taken}
-    if scheduler is not None:
+    if schedule(builder) is not None:
         values.pop("lr_scheduler", None)
-    return values | {"dp_world_size": builder.world_size, "mp_world_size": 1}
+    return values | dict(zip(OF_RANKS, (builder.world_size, 1, {"pp_degree": 1, "tp_degree": 1}), strict=True))
 
 
 # What has a place in flat tensors -------------------------------------------------------------------------------------

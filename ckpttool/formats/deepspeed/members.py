@@ -118,7 +118,8 @@ def listed(location: Location) -> Members:
         text = f"`{location}`: no `mp_rank_00_model_states.pt` beside {some([*members.optimizer.values()])}"
         raise CorruptError(text, hint="copy it from where the checkpoint was saved", file=location)
     if members.experts and members.partitioned:
-        raise ReadError(f"`{location}`: experts with ZeRO 3, which are not read", hint=CONVERT, file=location)
+        text = f"`{location}`: files of experts beside those of ZeRO 3, with which DeepSpeed writes none"
+        raise CorruptError(text, hint="files of two saves are mixed: move those of one away", file=location)
     if members.layers and (members.partitioned or members.experts):
         raise ReadError(f"`{location}`: a pipeline with ZeRO 3 or experts, which is not read", file=location)
     return members
@@ -127,9 +128,9 @@ def listed(location: Location) -> Members:
 def _add(members: Members, match: re.Match[str], present: dict[tuple[int, int], str], location: Location) -> None:
     name, rank, stage = match.string, int(match["dp"] or 0), int(match["mp"])
     place = stage, rank
-    if stage and not members.layers:
-        text = f"`{location}`: `{name}` is of model-parallel rank {int(match['mp'])}: tensor parallelism is not read"
-        raise ReadError(text, hint=CONVERT, file=location)
+    if stage and not members.layers and not members.universal:
+        text = f"`{location}`: `{name}` is of model-parallel rank {stage}, and no file is of a pipeline's layers"
+        raise ReadError(f"{text}: tensor parallelism is not read", hint=CONVERT, file=location)
     if max(place) >= MAX_RANKS:
         raise CorruptError(f"`{location}`: `{name}` is of rank {max(place)}, more than {MAX_RANKS}", file=location)
     if place in present and members.universal:

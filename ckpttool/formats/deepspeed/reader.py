@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from operator import mul
@@ -26,8 +26,9 @@ from ckpttool.serialization.flat_pieces import FlatPiece, Parameter, PieceColumn
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.zero_partitions import Line, Partition
 from ckpttool.storage import files
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location
-from ckpttool.text import plural, rank_ranges, some
+from ckpttool.text import plural, rank_ranges, size, some
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _ONE_SAVE = "take all files from one save"
@@ -76,6 +77,7 @@ class _ZeroOpening:
                 self._slim(self._weights[-1])
         self._columns = PieceColumns()
         self._copies: list[str] = []
+        self._unread = _MOST_COMPARED
         self._files_of_steps: dict[tuple[str, str], StateFile] = {}  # of a universal checkpoint
         self._states: dict[int, StateFile] = {}
         for (stage, rank), name in sorted(self._members.optimizer.items()):
@@ -111,7 +113,7 @@ class _ZeroOpening:
         _check_versions(first.get("universal_checkpoint_info"), self._weights[0].name)
         if self._members.universal:
             stage = 3 if self._members.partitioned else 2
-            catalogue.faults += self._members.check_world(world, 1)
+            catalogue.faults += self._members.check_world(world, stages)
             self._read_universal(world)
         elif self._states or self._members.partitioned:
             catalogue.faults += self._members.check_world(world, stages)
@@ -125,9 +127,10 @@ class _ZeroOpening:
         name = f"ZeRO-{stage}" if stage else "without ZeRO"
         name = "universal" if self._members.universal else name
         version = first.get("ds_version")
+        kind = "pipeline stage" if self._members.layers else "model-parallel rank"
         catalogue.facts |= {
             "layout": f"{name}, {plural(world, 'data-parallel rank')}{' before' * self._members.universal}"
-            + f" x {plural(stages, 'pipeline stage')}" * (stages > 1),
+            + f" x {plural(stages, kind)}" * (stages > 1),
             "writer": f"DeepSpeed {version}" if isinstance(version, str) else "DeepSpeed",
             "torch": ", ".join(self._torch),
         }
@@ -135,14 +138,18 @@ class _ZeroOpening:
             catalogue.facts["buffers"] = names
 
     def _stages(self, first: Mapping[str, Any]) -> int:
-        """Return the number of stages. Raises ReadError for tensor parallelism, of which a file of before 2026 says
-        nothing; but then its layers have other names, and `mp_world_size` is that of stages alone."""
+        """Return the number of stages, of a universal checkpoint that of all model-parallel ranks. Raises ReadError for
+        tensor parallelism, of which a file of before 2026 says nothing; but then its layers have other names, and
+        `mp_world_size` is that of stages alone; and for experts that are slices of one tensor (AutoEP)."""
         degrees = _dict(first.get("checkpoint_parallel_dimensions"))
         tensor, stages = degrees.get("tp_degree", 1), degrees.get("pp_degree", first.get("mp_world_size"))
-        if tensor != 1:
-            text = f"`{self._location}`: tensor parallelism of {shown(tensor)}, which is not read"
-            raise ReadError(text, hint=members.CONVERT, file=self._location, found=tensor)
-        return stages if self._members.layers and type(stages) is int and 0 < stages < members.MAX_RANKS else 1
+        if self._members.universal:
+            stages = stages * tensor if type(stages) is type(tensor) is int else 1
+        elif tensor != 1 or first.get("ds_autoep_layers") or first.get("autoep_layers"):
+            what = "experts of AutoEP" if tensor == 1 else f"tensor parallelism of {shown(tensor)}"
+            raise ReadError(f"`{self._location}`: {what}, not read", hint=members.CONVERT, file=self._location)
+        has_stages = self._members.layers or self._members.universal
+        return stages if has_stages and type(stages) is int and 0 < stages < members.MAX_RANKS else 1
 
     @property
     def _stage(self) -> int:
@@ -179,24 +186,44 @@ class _ZeroOpening:
             for file in () if divided else self._weights:  # one of each stage
                 own = {rank: state for rank, state in states.items() if rank // world == file.rank // world}
                 groups += self._flat(_shapes(file), own, world) if own else []
-            shapes = shapes if divided else _of_all_ranks([one for one, *_ in groups])
+            shapes = shapes if divided else _merged([(one.number, one.shapes) for one, *_ in groups])
             moments = {name: {} for group in shapes for name in group}
             for partition, masters, kinds in groups:
                 used = partition.used()
                 for what, lines in ((f"the weights of group {partition.number}", masters), *kinds.items()):
                     partitions.check_lines(partition, used, lines, what)
                     for name, rebuilt in partition.parameters(lines, self._place, what, self._columns, whole=whole):
-                        # Of tied parameters each stage of a pipeline has a copy.
-                        if lines is masters:
-                            by_name.setdefault(name, rebuilt)
-                        else:
-                            moments[name].setdefault(what, rebuilt)
+                        known = (by_name, name) if lines is masters else (moments[name], what)
+                        if known[0].setdefault(known[1], rebuilt) is not rebuilt:
+                            self._compare_stages(name, what, known[0][known[1]], rebuilt)
             self._note_padding(groups)
         self._add_model(by_name, world)
         if states:
             if self._reordered and not self._members.partitioned:
                 shapes = [partitions.in_order(group, world) for group in shapes]
             self._add_optimizer(states, shapes, moments)
+
+    def _compare_stages(self, name: str, what: str, one: Rebuilt, other: Rebuilt) -> None:
+        """Add a fault unless two stages of a pipeline have the same of a parameter that is tied."""
+        nbytes = prod(one.shape) * one.dtype.itemsize
+        if nbytes > self._unread:
+            text = f"{what} of `{name}` in two stages of the pipeline are not compared: {size(nbytes)}"
+            self._catalogue.warnings.append(Warning("not-compared", text))
+            return
+        self._unread -= nbytes
+        if (one.dtype, one.shape, self._crc(one)) != (other.dtype, other.shape, self._crc(other)):
+            names = some([self._catalogue.files[each.chunks.file[0]].name for each in (one, other)])
+            text = f"{what} of `{name}`, which is tied, are not the same in two stages of the pipeline: {names}"
+            fault = CorruptError(text, hint=_ONE_SAVE, tensor=name, concerns=[f"{MODEL}.{name}"])
+            self._catalogue.faults.append(fault)
+
+    def _crc(self, rebuilt: Rebuilt) -> int:
+        crc = 0
+        for _, _, extent in rebuilt.chunks:
+            for at in range(0, extent.nbytes, _BLOCK):
+                block = extent._replace(offset=extent.offset + at)
+                crc = crc32(self._read(block, min(_BLOCK, extent.nbytes - at)), crc)
+        return crc
 
     def _place(self, rank: int, ref: TensorRef) -> Extent:
         return self._states[rank].place(ref)
@@ -298,6 +325,11 @@ class _ZeroOpening:
         """Add the model in its own order: float32 weights, then what the files have whole, and frozen parameters."""
         file = self._weights[0]
         module = self._layers(by_name) if self._members.layers else file.tree.get("module")
+        if module is None and self._members.universal:
+            module = {}
+            names = [name for one in self._weights for name in one.tree.get("buffer_names") or ()]
+            text = f"the files of a pipeline's layers are not beside it, nor what was not trained: {some(names)}"
+            self._catalogue.warnings.append(Warning("missing-part", text))
         if not isinstance(module, dict):
             text = f"`{file.name}` has no `module`"
             raise ReadError(text, hint=_NOT_READ, file=file.name)
@@ -503,8 +535,14 @@ class _ZeroOpening:
             if self._content(copy.tree, copy) != self._content(first.tree, first):
                 text = f"`{copy.name}` is not the same as `{first.name}`"
                 self._catalogue.faults.append(CorruptError(text, hint=_ONE_SAVE, file=copy.name))
-        shapes, folder = _shapes(self._weights[0]), self._location / members.UNIVERSAL
-        shape_of = {name: shape for group in shapes for name, shape in group.items()}
+        of_ranks = [_shapes(file) for file in self._weights if "param_shapes" in file.tree]
+        shapes, folder = (
+            _merged(item for one in of_ranks for item in enumerate(one)),
+            self._location / members.UNIVERSAL,
+        )
+        shape_of: dict[str, list[Ints]] = {}  # of each model-parallel rank that has some of it
+        for name, shape in (item for one in of_ranks for group in one for item in group.items()):
+            shape_of.setdefault(name, []).append(shape)
         by_name: dict[str, Rebuilt] = {}
         moments: dict[str, dict[str, Any]] = {name: {} for name in shape_of}
         module = _dict(self._weights[0].tree.get("module"))
@@ -516,7 +554,7 @@ class _ZeroOpening:
             elif name not in shape_of and isinstance(module.get(name), TensorRef):
                 self._copies.append(name)
             else:
-                state, of_file = self._universal_files(folder / name, shape_of.get(name))
+                state, of_file = self._universal_files(folder / name, shape_of.get(name, []))
                 if "fp32" in state:
                     by_name[name] = state.pop("fp32")
                 moments.setdefault(name, {}).update(state)
@@ -532,8 +570,9 @@ class _ZeroOpening:
             text = f"copies in float32 of buffers, frozen and tied parameters are not read: {some(self._copies)}"
             self._catalogue.warnings.append(Warning("superseded-file", text))
 
-    def _universal_files(self, folder: Location, shape: Ints | None) -> tuple[dict[str, Any], dict[str, StateFile]]:
-        """Return what is in the files of one parameter by their stems, and the files of what is no tensor."""
+    def _universal_files(self, folder: Location, shapes: list[Ints]) -> tuple[dict[str, Any], dict[str, StateFile]]:
+        """Return what is in the files of one parameter by their stems, and the files of what is no tensor. The files
+        have it whole; `shapes` are those that it has on model-parallel ranks."""
         found: dict[str, Any] = {}
         others: dict[str, StateFile] = {}
         for name in folder.names():
@@ -542,17 +581,19 @@ class _ZeroOpening:
                 raise ReadError(f"`{folder / name}` is no file of a universal checkpoint", hint=_NOT_READ)
             file = self._load(0, f"{members.UNIVERSAL}/{folder.name}/{name}", plain=True)
             value = file.loaded.tree
+            experts = value.get("ep_num_experts") if isinstance(value, dict) else None  # a rank has fewer
             value = value.get("param") if isinstance(value, dict) else value
             if not _is_piece(value) and stem not in ("fp32",):
                 found[stem], others[stem] = value, file
                 continue
             if not isinstance(value, TensorRef):
                 raise CorruptError(f"`{folder / name}` has no tensor", hint=_NOT_READ)
-            if shape is not None and value.shape != shape:
-                if not is_line(value) or prod(value.shape) != prod(shape):
-                    text = f"`{folder / name}` has {list(value.shape)}, but `param_shapes` {list(shape)}"
-                    raise CorruptError(text, hint=_ONE_SAVE, found=list(value.shape), expected=list(shape))
-                value = replace(value, shape=shape, strides=row_major(shape))
+            own = [shape if experts is None else (experts, *shape[1:]) for shape in shapes]
+            if not _is_cut(value.shape, own):
+                if not is_line(value) or prod(value.shape) != prod(own[0]):
+                    text = f"`{folder / name}` has {list(value.shape)}, but `param_shapes` {list(own[0])}"
+                    raise CorruptError(text, hint=_ONE_SAVE, found=list(value.shape), expected=list(own[0]))
+                value = replace(value, shape=own[0], strides=row_major(own[0]))
             found[stem] = Rebuilt(value.dtype, value.shape, Chunks.single(value.shape, file.place(value)))
         return found, others
 
@@ -660,6 +701,7 @@ class _ZeroOpening:
         flatten(value, self._catalogue, TensorRef, make, root, bare=StorageRef)
 
 
+_BLOCK, _MOST_COMPARED = 1 << 20, 1 << 30  # bytes of tied parameters: opening a checkpoint is not reading it
 _COMPARED = 1 << 14  # elements: of those in bfloat16, a step of a low learning rate changes one in twenty
 _COMMON = "optimizer_state.pt"
 _ROOTS, _CLIENT = (MODEL, OPTIMIZER, "zero", "loss_scaler"), ("client_state",)  # what a script calls its own so
@@ -759,12 +801,22 @@ def _shapes(file: StateFile) -> list[dict[str, Ints]]:
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def _of_all_ranks(groups: list[Partition]) -> list[dict[str, Ints]]:
+def _merged(groups: Iterable[tuple[int, dict[str, Ints]]]) -> list[dict[str, Ints]]:
     """Return the shapes of each group with the experts of all ranks, and the layers of all stages."""
-    merged: list[dict[str, Ints]] = [{} for _ in range(1 + max((one.number for one in groups), default=-1))]
-    for one in groups:
-        merged[one.number] |= one.shapes
+    merged: list[dict[str, Ints]] = []
+    for number, shapes in groups:
+        merged += [{} for _ in range(len(merged), number + 1)]
+        merged[number] |= shapes
     return merged
+
+
+def _is_cut(shape: Ints, parts: Collection[Ints]) -> bool:
+    """Return whether tensors of these shapes may be what tensor parallelism has cut one of `shape` into; a vocabulary
+    may have had padding."""
+    if any(len(part) != len(shape) for part in parts):
+        return False
+    dims = [d for d in range(len(shape)) if any(part[d] != shape[d] for part in parts)]
+    return not dims or (len(dims) == 1 and shape[dims[0]] <= sum(part[dims[0]] for part in parts))
 
 
 def _check_versions(info: Any, name: str) -> None:
