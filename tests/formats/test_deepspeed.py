@@ -486,13 +486,13 @@ def test_padding_between_parameters(tmp_path: Path) -> None:
     require_same(converted(path, tmp_path)["model"], wanted["weights"])
 
 
-@pytest.mark.parametrize("name", ["zero2_w3", "zero3_w3"])
+@pytest.mark.parametrize("name", ["zero2_w3", "zero3_w3", "universal_zero3_w3"])
 def test_flips_are_found(name: str, tmp_path: Path) -> None:
     _require_found(name, tmp_path, range(6))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero1_w2", "zero2_w3", "zero3_w3"])
+@pytest.mark.parametrize("name", ["zero1_w2", "zero2_w3", "zero3_w3", "universal_zero3_w3", "pipeline_zero1_w4"])
 def test_many_flips_are_found(name: str, tmp_path: Path) -> None:
     _require_found(name, tmp_path, range(6, 106))
 
@@ -501,8 +501,8 @@ def _require_found(name: str, folder: Path, seeds: range) -> None:
     """A flipped bit is an error, or nothing that is converted has changed."""
     whole = converted(RUNS / name / "saved", folder)
     for seed in seeds:
-        path = copied(name, folder / str(seed))
-        files = sorted(path.iterdir())
+        path = Path(shutil.copytree(RUNS / name / "saved", folder / str(seed) / "saved"))
+        files = sorted(path.rglob("*.pt"))
         data = bytearray(files[seed % len(files)].read_bytes())
         data[random.Random(seed).randrange(len(data))] ^= 1 << seed % 8
         files[seed % len(files)].write_bytes(data)
