@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
 from ckpttool.errors import CkptError
@@ -49,6 +49,9 @@ def _pattern(names: str) -> re.Pattern[str]:
 
 def _is(key: str, names: str) -> bool:
     return _pattern(names).fullmatch(key) is not None
+
+
+_is_named = lru_cache(4096)(_is)  # for last keys, of which a million tensors have few
 
 
 def step(catalogue: Catalogue) -> float | None:
@@ -138,7 +141,7 @@ def _of_updates(catalogue: Catalogue) -> list[Entry]:
         name = _OWN.get(entry.part.kind)
         if name is None or not entry.path or (isinstance(entry, Tensor) and entry.numel != 1):
             continue
-        if _is(str(entry.path[-1]), name):
+        if _is_named(str(entry.path[-1]).replace("/", ".").rpartition(".")[2], name):
             of_part.setdefault(entry.part, [])[1:] = [entry]
     return [entry for entries in of_part.values() for entry in entries]
 

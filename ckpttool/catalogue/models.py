@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
@@ -128,10 +129,13 @@ def models(catalogue: Catalogue) -> Models:
 
 
 def _model(part: Part, tensors: list[Tensor]) -> Model:
-    all_names = {tensor.fqn for tensor in tensors}
-    candidates = [tensor for tensor in tensors if not is_buffer(tensor, all_names)]
-    floats = [tensor for tensor in candidates if tensor.dtype.kind in ("float", "complex")]
-    names, shapes = {tensor.fqn: tensor.shape for tensor in floats}, tuple(tensor.shape for tensor in floats)
+    fqns = [tensor.fqn for tensor in tensors]
+    all_names = {*fqns}
+    are_candidates = [not is_buffer(fqn, tensor, all_names) for fqn, tensor in zip(fqns, tensors, strict=True)]
+    candidates = [*compress(tensors, are_candidates)]
+    are_floats = [tensor.dtype.kind in ("float", "complex") for tensor in candidates]
+    shapes = tuple(tensor.shape for tensor in compress(candidates, are_floats))
+    names = dict(zip(compress(compress(fqns, are_candidates), are_floats), shapes, strict=True))
     return Model(part, tensors, candidates, names=names, shapes=shapes, counts=Counter(shapes))
 
 
@@ -144,9 +148,8 @@ def is_statistic(name: str, names: Collection[str]) -> bool:
     return match is not None and all(f"{match[1] or ''}{key}" in names for key in _KEYS)
 
 
-def is_buffer(tensor: Tensor, names: Collection[str]) -> bool:
-    """Return whether a tensor of a model is known to be a buffer; `names` are those of the model."""
-    name = tensor.fqn
+def is_buffer(name: str, tensor: Tensor, names: Collection[str]) -> bool:
+    """Return whether a tensor, called `name` in a model, is known to be a buffer; `names` are those of the model."""
     end = name[-_END:]
     if tensor.dtype.kind in ("int", "bool") and (tensor.dtype.itemsize == 8 or not _QUANTIZED.fullmatch(end)):
         return True

@@ -47,18 +47,22 @@ def require(tensor: Tensor, catalogue: Catalogue) -> None:
         catalogue.whole.add(tensor)
 
 
-def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> Iterator[CorruptError]:
-    """Yield what is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile
+def faults_of(tensor: Tensor, files: Sequence[File], sizes: list[int] | None = None) -> list[CorruptError]:
+    """Return what is wrong with one tensor, as far as the index and the sizes of the files tell: its chunks do not tile
     it, a file is missing, a chunk lies outside of its file or is not as large as its box."""
     chunks = tensor.chunks
     is_whole = len(chunks) == 1 and chunks.sizes[0] == tensor.shape and not any(chunks.offsets[0])
+    faults: list[CorruptError] = []
     if not is_whole and (fault := boxes.tiling_fault(tensor.shape, chunks.offsets, chunks.sizes)):
         message = f"tensor `{tensor.name}` {list(tensor.shape)} is not covered exactly: {fault}"
         hint = "a rank's file is missing, or the index belongs to another save"
-        yield CorruptError(message, hint=hint, tensor=tensor.name, shape=list(tensor.shape))
+        faults.append(CorruptError(message, hint=hint, tensor=tensor.name, shape=list(tensor.shape)))
     if chunks.item and _inside(chunks, sizes.__getitem__ if sizes is not None else lambda i: files[i].size):
-        return
-    yield from filter(None, (_chunk_fault(tensor, i, files) for i in range(len(chunks))))
+        return faults
+    for i in range(len(chunks)):
+        if outside_or_short := _chunk_fault(tensor, i, files):
+            faults.append(outside_or_short)
+    return faults
 
 
 def _chunk_fault(tensor: Tensor, i: int, files: Sequence[File]) -> CorruptError | None:

@@ -105,8 +105,12 @@ def _layers(tensors: Sequence[Tensor]) -> int | None:
     several stacks, as of an encoder and a decoder."""
     numbers: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
+    module, match = "", None
     for tensor in tensors:
-        if match := _LAYERS.match(tensor.fqn):
+        above = tensor.fqn.rpartition(".")[0]
+        if above != module:  # as neighbours are mostly of one module
+            module, match = above, _LAYERS.match(f"{above}.")
+        if match:
             numbers[match[1]].add(int(match[2]))
             sizes[match[1]] += tensor.numel
     if not sizes:

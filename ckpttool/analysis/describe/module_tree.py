@@ -67,7 +67,7 @@ class _ModuleNode:
         if node is not None and not node.shared:
             node.tensor, node.tied = tensor, tied
             return
-        looks = tensor.dtype, tensor.shape, tied
+        looks = tensor.dtype.name, tensor.shape, tied
         node = leaves.get(looks) or leaves.setdefault(looks, _ModuleNode(tensor, tied=tied, shared=True))
         self._set(name, node)
 
@@ -91,12 +91,14 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     skip = len(dotted(root)) + 1 if root else 0
     known: dict[str, str] = {}  # a million names have few keys
     leaves: dict[object, _ModuleNode] = {}
-    node, before = top, list[str]()
+    node, before = top, ""
     for tensor in tensors:
-        *around, last = tensor.name[skip:].split(".", _DEPTH)
+        name = tensor.name[skip:]
+        end = name.rfind(".") + 1
+        around, last = name[:end], name[end:]
         if around != before:  # as neighbours are mostly of one module
             node, before = top, around
-            for key in around:
+            for key in around[:-1].split(".", _DEPTH) if around else ():
                 node = node.child(known.setdefault(key, key))
         node.put(known.setdefault(last, last), tensor, tied=tensor.path in tied, leaves=leaves)
     _count(top, {})

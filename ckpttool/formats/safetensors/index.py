@@ -45,4 +45,6 @@ def parse(text: bytes, name: str) -> tuple[dict[str, str], dict[str, Any] | None
         message = f"{name} has no `weight_map` from tensors to files"
         raise CorruptError(message, hint="the index was not written by huggingface_hub")
     metadata = contents.get("metadata")
-    return weight_map, metadata if isinstance(metadata, dict) else None
+    known: dict[str, str] = {}  # of a million tensors, few are in other files
+    files = {tensor: known.setdefault(file, file) for tensor, file in weight_map.items()}
+    return files, metadata if isinstance(metadata, dict) else None

@@ -11,12 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Chunks, File, Part, Path, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Part, Path, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import charge
@@ -57,14 +55,6 @@ def rank_files(root: Location) -> list[str]:
     return [n for n in root.names() if _RANK_FILE.fullmatch(n)] if root.is_dir() else []
 
 
-class FilePiece(NamedTuple):
-    """A tensor of one file, or a box of a larger one: `FilePiece(0, (4, 0), HeaderEntry(...))`."""
-
-    file: int
-    offsets: Ints
-    entry: HeaderEntry
-
-
 class HeaderMerger:
     """Merges the headers of several files into one catalogue, and the pieces of each tensor."""
 
@@ -73,7 +63,7 @@ class HeaderMerger:
         self.metadata: dict[str, str] = {}
         self._root = root
         self.sums: dict[str, int] = {}  # of files that have checksums
-        self.pieces: dict[str, tuple[FilePiece, ...]] = {}  # until `finish`
+        self.tensors: dict[str, Tensor] = {}  # until `finish`
 
     def add(self, name: str, rank: int | None = None, *, given: bool = False) -> None:
         """Add the tensors of a file, which may be a link out of the directory if the user has `given` it.
@@ -87,14 +77,23 @@ class HeaderMerger:
             self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
-            piece = FilePiece(file, offsets.get(tensor) or _zeros(len(entry.shape)), entry)
-            before = self.pieces.get(tensor, ())
-            if before and not (offsets and rank is not None):
-                first = self.catalogue.files[before[0].file].name
+            before, extent = self.tensors.get(tensor), checksums.extent(file, entry)
+            if before is not None and not (offsets and rank is not None):
+                first = self.file_of(before)
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
                 hint = "the directory has files of two checkpoints; name one of the files itself"
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
-            self.pieces[tensor] = (*before, piece)
+            if rank is None and not offsets:
+                chunks = Chunks.single(entry.shape, extent)
+                self.tensors[tensor] = Tensor((tensor,), entry.dtype, entry.shape, chunks, MODEL)
+            else:
+                start = (0,) * len(entry.shape)
+                whole = before or Tensor((tensor,), entry.dtype, start, Chunks(), MODEL)
+                self.tensors[tensor] = self._with_piece(whole, offsets.get(tensor, start), entry, extent)
+
+    def file_of(self, tensor: Tensor) -> str:
+        """Return the name of the file that the first piece of a tensor is in."""
+        return self.catalogue.files[tensor.chunks.file[0]].name
 
     def add_unread(self, name: str) -> None:
         """Add a file without its tensors. Raises CorruptError if it is not there."""
@@ -102,10 +101,10 @@ class HeaderMerger:
 
     def finish(self, order: Iterable[str] = (), ties: dict[str, str] | None = None) -> Catalogue:
         """Return the catalogue with all tensors, `order` first; `ties` are names in an index of tied tensors."""
-        for names in (dict.fromkeys(order), self.pieces):
-            for name in [*names]:
-                # Of a million tensors, what a header says of each goes as the tensor comes.
-                self.catalogue.add(self._tensor(name, self.pieces.pop(name)))
+        for name in dict.fromkeys(order):
+            self.catalogue.add(self.tensors.pop(name))
+        for tensor in self.tensors.values():
+            self.catalogue.add(tensor)
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
@@ -123,24 +122,18 @@ class HeaderMerger:
             self.catalogue.facts["metadata"] = remarks
         return self.catalogue
 
-    def _tensor(self, name: str, pieces: Sequence[FilePiece]) -> Tensor:
-        first = pieces[0].entry
-        if len(pieces) == 1 and not any(pieces[0].offsets):
-            chunks = Chunks.single(first.shape, checksums.extent(pieces[0].file, first))
-            return Tensor((name,), first.dtype, first.shape, chunks, MODEL)
-        shape, chunks = list(first.shape), Chunks()
-        for file, offsets, entry in pieces:
-            if entry.dtype != first.dtype or len(entry.shape) != len(shape):
-                one, other = (self.catalogue.files[number].name for number in (pieces[0].file, file))
-                raise CorruptError(
-                    f"`{self._root}`: tensor `{name}` is {first.dtype} {list(first.shape)} in `{one}`, but "
-                    f"{entry.dtype} {list(entry.shape)} in `{other}`",
-                    hint="the directory has files of two checkpoints",
-                    tensor=name,
-                )
-            shape = [max(n, o + s) for n, o, s in zip(shape, offsets, entry.shape, strict=True)]
-            chunks.add(offsets, entry.shape, checksums.extent(file, entry))
-        return Tensor((name,), first.dtype, tuple(shape), chunks, part=MODEL)
+    def _with_piece(self, tensor: Tensor, offsets: Ints, entry: HeaderEntry, extent: Extent) -> Tensor:
+        """Return a tensor with one more box of it."""
+        if entry.dtype != tensor.dtype or len(entry.shape) != len(tensor.shape):
+            raise CorruptError(
+                f"`{self._root}`: tensor `{tensor.name}` is {tensor.dtype} {list(tensor.chunks.sizes[0])} in "
+                f"`{self.file_of(tensor)}`, but {entry.dtype} {list(entry.shape)} in `{self.catalogue.files[-1].name}`",
+                hint="the directory has files of two checkpoints",
+                tensor=tensor.name,
+            )
+        tensor.shape = tuple(max(n, o + s) for n, o, s in zip(tensor.shape, offsets, entry.shape, strict=True))
+        tensor.chunks.add(offsets, entry.shape, extent)
+        return tensor
 
 
 def _root(text: str | None) -> Path:
@@ -150,11 +143,6 @@ def _root(text: str | None) -> Path:
     with suppress(CorruptError):
         keys = strict_json.parse(text.encode("utf-8", "replace"), sharding.ROOT) if text is not None else None
     return tuple(keys) if isinstance(keys, list) and all(type(key) in (str, int) for key in keys) else ()
-
-
-@cache
-def _zeros(count: int) -> Ints:
-    return (0,) * count
 
 
 def mount(catalogue: Catalogue, path: Location, name: str, rank: int | None = None) -> tuple[int, Header]:
@@ -316,9 +304,10 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
         else:
             reader.add_unread(name)
     for tensor, file in weight_map.items():
-        if needed is not None and file not in needed and tensor not in reader.pieces:
+        found = reader.tensors.get(tensor)
+        if needed is not None and file not in needed and found is None:
             continue
-        actual = reader.catalogue.files[reader.pieces[tensor][0].file].name if tensor in reader.pieces else None
+        actual = reader.file_of(found) if found is not None else None
         if actual != file:
             where_it_is = f"but it is in `{actual}`" if actual else "which does not have it"
             text = f"{where}: says that tensor `{tensor}` is in `{file}`, {where_it_is}"
@@ -330,8 +319,8 @@ def open_indexed(root: Location, index_name: str, only: Collection[str] | None =
     if checksums.KEY in metadata:
         sums = checksums.check_index(weight_map, metadata, where)
         check_sums(reader.catalogue, sums, reader.sums, where, needed)
-    unlisted = [name for name in reader.pieces if name not in weight_map]
-    catalogue = reader.finish((name for name in weight_map if name in reader.pieces), ties)
+    unlisted = [name for name in reader.tensors if name not in weight_map]
+    catalogue = reader.finish((name for name in weight_map if name in reader.tensors), ties)
     if needed is not None and len(needed) < len(names):
         catalogue.facts["partial"] = tuple(weight_map)
     if unlisted:
@@ -406,10 +395,10 @@ def _check_grid(reader: HeaderMerger, root: Location, numbers: Sequence[tuple[in
     for shard, k, _ in numbers:
         shards[k].add(shard)
     cuts = dict.fromkeys(shards, 0)  # the most pieces of a tensor, by the number of the file
-    for pieces in reader.pieces.values():
-        for piece in pieces:
-            k = numbers[piece.file][1]
-            cuts[k] = max(cuts[k], len(pieces))
+    for tensor in reader.tensors.values():
+        for file in tensor.chunks.file:
+            k = numbers[file][1]
+            cuts[k] = max(cuts[k], len(tensor.chunks))
     most = max(cuts.values())
     for k, other in product((k for k in cuts if cuts[k] < most), cuts):
         absent = shards[other] - shards[k]
