@@ -77,9 +77,28 @@ class Kinds(NamedTuple):
     first_nan: int | None = None
 
 
-def kinds_of(bits: Array, dtype: Dtype) -> Kinds:
+class Ends(NamedTuple):
+    """The bits of the smallest and largest of some words, without a sign and with one. Those of floating-point numbers
+    are the positive ones of the smallest and largest magnitude, `low` and `signed_high`, and the negative ones, which
+    are behind all others as unsigned integers: `signed_low` and `high`. Without positive or negative ones, the others.
+    """
+
+    low: int
+    high: int
+    signed_low: int
+    signed_high: int
+
+    @classmethod
+    def of(cls, words: Array) -> Ends:
+        """Return those of unsigned integers."""
+        signed = words.view(f"i{words.dtype.itemsize}")
+        mask = (1 << 8 * words.dtype.itemsize) - 1
+        return cls(int(words.min()), int(words.max()), int(signed.min()) & mask, int(signed.max()) & mask)
+
+
+def kinds_of(bits: Array, dtype: Dtype, ends: Ends | None = None) -> Kinds:
     """Return how many floating-point elements, given as unsigned integers, are of each kind: by their bits, which are
-    compared in a third of the time that their numbers take."""
+    compared in a third of the time that their numbers take. `ends` are those of the words of the elements."""
     import numpy as np
 
     def by_element(parts: Array, join: Callable[..., Array]) -> Array:
@@ -95,15 +114,17 @@ def kinds_of(bits: Array, dtype: Dtype) -> Kinds:
         zeros = int((flat == 0).sum())
         subnormals = int(((magnitudes < 1 << layout.mantissa) & (magnitudes > 0)).sum())
     else:
-        word = dtype.word
-        words = flat.view(f"u{word}") & np.array((1 << (8 * word - 1)) - 1, f"u{word}")  # without the sign
+        words, magnitude = flat.view(f"u{dtype.word}"), (1 << 8 * dtype.word - 1) - 1
         infinity = ((1 << layout.exponent) - 1) << layout.mantissa
         largest = infinity if layout.nan == "ieee" else infinity | (1 << layout.mantissa) - 2
-        # One look at the largest tells that there is nothing to count, as in nearly every tile.
-        if int(words.max()) >= infinity:
+        # The ends tell that there is nothing to count, as in nearly every tile.
+        sizes = [end & magnitude for end in ends or Ends.of(words)]
+        if max(sizes) >= infinity or min(sizes) < 1 << layout.mantissa:
+            words = words & np.array(magnitude, words.dtype)
+        if max(sizes) >= infinity:
             is_nan = by_element(words > largest, np.any)
             infs = int(np.count_nonzero(by_element(words == infinity, np.any))) if layout.nan == "ieee" else 0
-        if int(words.min()) < 1 << layout.mantissa:
+        if min(sizes) < 1 << layout.mantissa:
             nonzero = int(np.count_nonzero(words))
             zeros = len(words) - nonzero
             subnormals = int(np.count_nonzero(words < 1 << layout.mantissa)) - zeros

@@ -14,7 +14,7 @@ from ckpttool.analysis.statistics.moments import Moments, of_counts, of_numbers
 from ckpttool.analysis.statistics.thumbnails import Blocks, Pooled, Thumbnail
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
-from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, kinds_of, numbers
+from ckpttool.transfer.numbers import EXPONENT_ONLY, FLOATS, Array, Ends, kinds_of, numbers
 from ckpttool.transfer.read import part
 
 FRACTIONS = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
@@ -166,22 +166,21 @@ class Accumulator:
 
         itemsize, sums = values.dtype.itemsize, self._sums
         bits = values.view(f"u{itemsize}")
-        kinds = kinds_of(bits, DTYPES[values.dtype.name])
+        ends = Ends.of(bits)
+        kinds = kinds_of(bits, DTYPES[values.dtype.name], ends)
         sums.zeros, sums.subnormals = sums.zeros + kinds.zeros, sums.subnormals + kinds.subnormals
         if kinds.nans or kinds.infs:
             positive = int((values == np.inf).sum())
             sums.nans, sums.positive_infs = sums.nans + kinds.nans, sums.positive_infs + positive
             sums.negative_infs += kinds.infs - positive
             values = values[np.isfinite(values)]
-            bits = values.view(bits.dtype)
             if not len(values):
                 return values
-        # As integers with a sign, negative numbers are in descending order; without one, they are behind all others.
-        signed = values.view(f"i{itemsize}")
-        last, high = bits.max(), signed.max()
-        low = last if int(last) >> itemsize * 8 - 1 else bits.min()
-        high = high if high >= 0 else signed.min()
-        self._add_limits(low.view(values.dtype).item(), high.view(values.dtype).item())
+            ends = Ends.of(values.view(bits.dtype))
+        sign = itemsize * 8 - 1
+        low = ends.high if ends.high >> sign else ends.low
+        high = ends.signed_low if ends.signed_high >> sign else ends.signed_high
+        self._add_limits(*np.array((low, high), bits.dtype).view(values.dtype).tolist())
         return values
 
     def _of_counts(self, result: Statistics, histogram: Histogram) -> tuple[Moments, float, tuple[float, float]]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ckpttool.analysis.statistics.moments import buffer
 from ckpttool.catalogue.dtypes import DTYPES, Dtype
 from ckpttool.transfer.numbers import FLOATS, Array, has_numbers, numbers
 
@@ -176,7 +177,13 @@ class Histogram:
             self._wait(*np.unique(indices, return_counts=True))
         else:
             counts, self._finite = self._all(), None
-            counts += np.bincount(indices, minlength=self.bins.count)
+            if not indices.flags.c_contiguous:
+                # Halves of elements, of which `bincount` would make an array in new memory.
+                places = buffer(0, len(indices)).view(np.intp)
+                places[:] = indices
+                indices = places
+            found = np.bincount(indices)
+            counts[: len(found)] += found
 
     def add_zeros(self, count: int) -> None:
         """Count zeros, whose bits are all zero."""
