@@ -292,9 +292,13 @@ _READERS: dict[str, Callable[[_Decoder, Any, dict[str, Any]], Any]] = {
     "$name": lambda d, made, _: d.type(made),
     "$call": lambda d, made, fields: d.object("call", made, fields),
     "$new": lambda d, made, fields: d.object("new", made, fields),
+    "$setter": lambda d, made, fields: d.object("setter", made, fields),
     "$function": lambda d, made, _: d.functions[_two_names(made)],
     "$tensor": lambda d, made, _: Link(d.path(made)),
     "$storage": lambda d, made, _: Link(d.path(made), storage=True),
 }
 _OBJECT_FIELDS = {"target", "args", "kwargs", "values", "pairs", "state"}
-_FIELDS = {"$call": _OBJECT_FIELDS, "$new": _OBJECT_FIELDS, "$OrderedDict": {"attributes"}}
+_FIELDS = {
+    **dict.fromkeys(("$call", "$new", "$setter"), _OBJECT_FIELDS),
+    "$OrderedDict": {"attributes"},
+}

@@ -61,9 +61,9 @@ class Stub(metaclass=StubType):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    how: str  # "call" or "new"
+    how: str  # "call", "new", or "setter" of what is in the state of another and was called with that one first
     target: Any  # what was called, when that was no name but an instance: a `functools.partial`
-    state: list[Any]  # of BUILD, none or one
+    state: list[Any]  # of BUILD, and setters
     values: list[Any]  # of APPEND and ADDITEMS
     pairs: list[tuple[Any, Any]]  # of SETITEM
 
@@ -86,7 +86,8 @@ class Stub(metaclass=StubType):
         return stub
 
     def __setstate__(self, state: Any) -> None:
-        self.state = [state]
+        self.state = self.state or []
+        self.state.append(state)
 
     def append(self, value: Any) -> None:
         self.extend((value,))

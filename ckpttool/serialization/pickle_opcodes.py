@@ -79,6 +79,10 @@ _UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
 # of what it takes from the stack, which is a persistent id. What answers that puts it back there, with its keys.
 INSERTIONS = {ord("u"): b"t\x86Q", ord("s"): b"\x87Q", ord("d"): b"tQ", 0x90: b"t\x86Q", 0x91: b"tQ"}
 _INSERTIONS = {code: memoryview(opcodes) for code, opcodes in INSERTIONS.items()}
+# In the same way calls whose result is taken off the stack again (REDUCE, POP), and objects of a class that may be
+# one that the pickle makes itself (NEWOBJ, NEWOBJ_EX).
+_DROPPED, _OBJECTS = b"R0", b"\x81\x92"
+_CALLS = {ord("R"): memoryview(b"\x86Q"), 0x81: memoryview(b"\x86Q"), 0x92: memoryview(b"\x87Q")}
 _OWN_IDS = frozenset(b"QP")
 # What makes values whose hash a file can choose; of a file that has fewer, each byte counted, the keys are few.
 _CHOSEN = (b"t", b"\x85", b"\x86", b"\x87", b"\x8a", b"\x8b", b"I", b"L", b"\x91")
@@ -194,7 +198,7 @@ def check(data: bytes) -> int | None:
 
 class Answered(NamedTuple):
     """A pickle in pieces, some opcodes of which are persistent ids now; `calls` has for each, in order, the opcode in
-    whose place it is: `Q` for one of its own, `t` for a tuple, or one of `INSERTIONS`."""
+    whose place it is: `Q` for one of its own, `t` for a tuple, one of `INSERTIONS` or of those that call."""
 
     pieces: list[memoryview]
     calls: bytearray
@@ -215,12 +219,14 @@ def guarded(data: bytes, seen: Callable[[float], None] = lambda share: None) -> 
         return None
 
 
-def answered(data: bytes) -> Answered | None:
+def answered(data: bytes, *, objects: bool = False) -> Answered | None:
     """Return the whole pickle `data`, without its frames, so that what is put into dicts and sets is first a persistent
-    id; None where that is not worth looking at."""
-    if sum(map(data.count, _CHOSEN)) <= MANY:
+    id, and so are calls whose result is dropped and, with `objects`, the making of objects; None where that is not
+    worth looking at."""
+    calls = (b"R" if _DROPPED in data else b"") + (_OBJECTS if objects else b"")
+    if not calls and sum(map(data.count, _CHOSEN)) <= MANY:
         return None
-    return _answered(data, _inserting(len(data) > _LARGE), len(data), frozenset(), frozenset())
+    return _answered(data, _inserting(len(data) > _LARGE, calls), len(data), frozenset(), frozenset())
 
 
 class _Unguarded(Exception):
@@ -263,6 +269,11 @@ def _answered(
             calls.append(opcode)
             begin = at = at + 1
             continue
+        if opcode in _CALLS and (opcode in _OBJECTS or data.startswith(_DROPPED, at)):
+            pieces += whole[begin:at], _CALLS[opcode]
+            calls.append(opcode)
+            begin = at = at + 1
+            continue
         if opcode in _OWN_IDS:
             calls.append(_OWN_ID)
         after = _after(data, at, opcode, len(data), memo)
@@ -274,9 +285,9 @@ def _answered(
 
 
 @lru_cache
-def _inserting(has_texts: bool) -> re.Pattern[bytes]:
-    """Return a pattern of opcodes that put nothing into dicts and sets."""
-    codes = _CODES - REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME}
+def _inserting(has_texts: bool, calls: bytes) -> re.Pattern[bytes]:
+    """Return a pattern of opcodes that put nothing into dicts and sets, and are none of `calls`."""
+    codes = _CODES - REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME, *calls}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*by_length.values(), *([_TEXT] if has_texts else [])]

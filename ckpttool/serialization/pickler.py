@@ -208,10 +208,7 @@ class PickleWriter:
             text = f"`{stub_name(value)}` is one of its own constructor arguments, and cannot be written again"
             raise LossError(text, hint="`--producer same` writes a copy of the file; or save its state dict")
         self._open.add(id(value))
-        if value.target is not None:
-            self.write(value.target)
-        else:
-            self.named(type(value).module, type(value).name)
+        self._called(value)
         self.write_tuple(value.args)
         if value.kwargs:
             self.write(value.kwargs)
@@ -223,7 +220,19 @@ class PickleWriter:
         self._fill([(item,) for item in value.values], b"a", b"e")
         self._fill(value.pairs, b"s", b"u")
         for state in value.state:
-            self._build(state)
+            if isinstance(state, Stub) and state.how == "setter":
+                self._called(state)
+                self.write_tuple((value, *state.args))
+                self.out += b"R0"
+            else:
+                self._build(state)
+
+    def _called(self, value: Stub) -> None:
+        """Write what was called to make a stub."""
+        if value.target is not None:
+            self.write(value.target)
+        else:
+            self.named(type(value).module, type(value).name)
 
     def _build(self, state: Any) -> None:
         self.write(state)

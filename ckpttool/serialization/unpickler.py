@@ -272,6 +272,28 @@ class _Inserting:
         return frozenset(values)
 
 
+def _called(call: tuple[Any, Any]) -> None:
+    """Keep a call whose result is dropped, which a pickle makes for what it does to its first argument: the setter of
+    the object's state, as cloudpickle has one for each function and class."""
+    function, args = call
+    if isinstance(args, tuple) and args and isinstance(args[0], Stub) and isinstance(function, (Stub, StubType)):
+        charge(len(args))
+        setter = function(*args[1:])
+        setter.how = "setter"
+        args[0].__setstate__(setter)
+
+
+def _new(call: tuple[Any, ...]) -> Any:
+    """Return an object of a class, also of one that the pickle makes itself, which is a stub like any object."""
+    kind, args, *kwargs = call
+    if not isinstance(kind, Stub):
+        return kind.__new__(kind, *args, **dict(*kwargs))
+    stub = kind(*args, **dict(*kwargs))
+    stub.how = "new"
+    return stub
+
+
+_CALLS = {ord("R"): _called, 0x81: _new, 0x92: _new}
 _READ_AHEAD = 1 << 17  # bytes; without, the machine calls the stream for each opcode of protocol 2
 
 
@@ -286,7 +308,7 @@ class _Unpickler(pickle.Unpickler):
     ) -> None:
         super().__init__(io.BufferedReader(stream, _READ_AHEAD), encoding="latin1")
         self._known, self._persistent, self._guarded = known, persistent, guarded or {}
-        answers: dict[int, Any] = {**_Inserting().by_opcode, _TUPLE: _Guard()} if calls else {}
+        answers: dict[int, Any] = {**_Inserting().by_opcode, _TUPLE: _Guard(), **_CALLS} if calls else {}
         self._answers = map(answers.get, calls)
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
@@ -342,10 +364,13 @@ def load(
             message = f"{what}: {len(data) - end} bytes after the end of its pickle, at {end}"
             raise CorruptError(message, hint="the file was put together by hand", found=len(data), expected=end)
         with no_garbage_collection(), working(len(data)):
-            found = pickle_opcodes.answered(data)
-            whole = io.BytesIO(data) if found is None else _Pieces(found.pieces)
-            calls = b"" if found is None else found.calls
-            value = _loaded(count_tuples(data, end), _Unpickler(whole, known or {}, persistent, calls=calls))
+            try:
+                value = _loaded(count_tuples(data, end), _machine(data, known, persistent))
+            except pickle.UnpicklingError as error:
+                if "class argument" not in str(error):
+                    raise
+                # Of NEWOBJ: the class is one that the pickle makes itself.
+                value = _loaded(count_tuples(data, end), _machine(data, known, persistent, objects=True))
             check_levels(value)
             return value
     except CkptError as error:
@@ -359,6 +384,14 @@ def load(
     # The machine raises whatever the operation at hand raises when a pickle is cut or made up.
     except Exception as error:
         raise CorruptError(f"{what}: not a complete pickle: {error}".rstrip(".")) from None
+
+
+def _machine(
+    data: bytes, known: Names | None, persistent: Callable[[Any], Any] | None, *, objects: bool = False
+) -> _Unpickler:
+    found = pickle_opcodes.answered(data, objects=objects)
+    stream = io.BytesIO(data) if found is None else _Pieces(found.pieces)
+    return _Unpickler(stream, known or {}, persistent, calls=b"" if found is None else found.calls)
 
 
 # The hash of nested tuples takes stack for each level, see `pickle_limits.check_depths`.

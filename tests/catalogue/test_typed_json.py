@@ -189,6 +189,23 @@ class Made:
     __hash__ = None  # type: ignore[assignment]
 
 
+class WithSetter:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WithSetter, (0,), self.held, iter(()), iter(()), set_held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WithSetter) and self.held == other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def set_held(owner: WithSetter, held: Any) -> None:
+    owner.held = held
+
+
 def test_real_pickles_stay_the_same() -> None:
     """Through JSON, then pickled again, Python itself reads what it had pickled."""
     value = {
@@ -197,6 +214,7 @@ def test_real_pickles_stay_the_same() -> None:
         "factory": defaultdict(set, {"a": {1, 2}}),
         "ordered": defaultdict(OrderedDict),
         "partial": Made(lr=1),
+        "setter": WithSetter([1, (2,)]),
         "dtype": torch.float32,
         "size": torch.Size((2, 3)),
     }
@@ -259,7 +277,8 @@ def test_stranger_is_a_loss() -> None:
         '{"$set": [[1]]}', '{"$dict": [[[1], 2]]}', '{"$dict": [[1]]}', '{"$dict": 1}', '{"$dict": [1]}',
         '{"$name": ["a"]}', '{"$name": [1, 2]}', '{"$name": 1}', '{"$call": ["a", "b"], "how": "x"}',
         '{"$call": ["a", "b"], "args": 1}', '{"$call": ["a", "b"], "kwargs": [1]}', '{"$call": ["a", "b"], "state": 2}',
-        '{"$new": "ab", "args": {}}', '{"$function": ["os", "system"]}', '{"$OrderedDict": [[1]]}',
+        '{"$new": "ab", "args": {}}', '{"$setter": ["a"]}', '{"$function": ["os", "system"]}',
+        '{"$OrderedDict": [[1]]}',
         '{"$OrderedDict": [], "attributes": 3}', '{"$OrderedDict": [], "attributes": {"items": 3}}',
         '{"$OrderedDict": [], "attributes": {"$dict": [[1, 2]]}}', '{"$tensor": 1}', '{"$storage": {}}',
         '{"a": [{"$bytes": null}]}',

@@ -390,6 +390,41 @@ class WithKeywords:
         return (self.both[0],), {"two": self.both[1]}
 
 
+def set_state(owner: Any, state: dict[str, Any]) -> None:
+    vars(owner).update(state)
+
+
+class WithSetter:
+    """As cloudpickle writes functions and classes: what it holds comes by a call whose result is dropped."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held, self.itself = held, self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WithSetter, (), {"held": self.held, "itself": self}, None, None, set_state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WithSetter) and self.itself is self and self.held == other.held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ByValue(type):
+    """Classes that are made when they are loaded, as cloudpickle and dill write those of a script."""
+
+
+def by_value(name: str, x: int) -> Any:
+    return ByValue(name, (), {"x": x, "__new__": lambda cls, *, n=0: object.__new__(cls)})
+
+
+MADE = by_value("Made", 3)
+copyreg.pickle(ByValue, lambda cls: (by_value, (cls.__name__, cls.x), {}, None, None, set_class))  # type: ignore[arg-type,return-value]
+
+
+def set_class(cls: Any, state: Any) -> None:
+    cls.y = 5
+
+
 class Outer:
     class Inner:
         x = 1
@@ -411,7 +446,7 @@ def test_what_a_stub_knows() -> None:
         defaultdict(list, a=[1]), Counter("hello"), deque([1, 2], maxlen=3), functools.partial(int, base=2),
         datetime(2024, 2, 29, tzinfo=timezone.utc), torch.device("cuda", 3), torch.bfloat16, slice(1, None, 2),
         range(3), len, dict, Outer.Inner(), Outer.Inner, KeyError("gone"), 1 + 2j, ..., frozenset({"a"}),
-        {3, 1}, Path("a/b"),
+        {3, 1}, Path("a/b"), WithSetter([1, {2}]), WithSetter(WithSetter(b"R0")),
     ],
     ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", repr(value)),
 )  # fmt: skip
@@ -425,6 +460,25 @@ def test_objects_come_back_as_they_were(value: Any, protocol: int) -> None:
         assert copy["a"] == value
     else:
         assert vars_of(copy["a"]) == vars_of(pickle.loads(pickle.dumps(value)))
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_objects_of_classes_that_the_pickle_makes(protocol: int) -> None:
+    one, other = MADE(), MADE()
+    one.lr, other.lr = 0.1, WithSetter(7)
+    tree = {"a": one, "b": [other, MADE], "R0": WithKeywords(1, two=2), "c": b"\x81R0"}
+    read = load(pickle.dumps(tree, protocol=protocol))
+    copy = pickle.loads(picklewriter.dump(read, protocol=min(protocol, 4)))
+    kind = copy["b"][1]
+    assert type(copy["a"]) is type(copy["b"][0]) is kind is not MADE and (kind.x, kind.y) == (3, 5)
+    assert (copy["a"].lr, copy["b"][0].lr.held, copy["R0"].both, copy["c"]) == (0.1, 7, (1, 2), b"\x81R0")
+    assert isinstance(read["a"], Stub) and read["a"].how == "new"
+
+
+def test_a_call_that_is_dropped_and_sets_nothing() -> None:
+    """What is made from itself is made twice, and once for nothing; a call with no object first does nothing here."""
+    data = pickle.dumps(Filled(1), protocol=2)[:-1] + b"cos\nsystem\nX\2\0\0\0ls\x85R0."
+    assert load(data).state == [{"state": 1}]
 
 
 def vars_of(value: Any) -> Any:

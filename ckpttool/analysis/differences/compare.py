@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -246,29 +246,40 @@ class _Differences:
         self._pairs: set[tuple[int, int]] = set()
 
     def between(self, one: Any, other: Any, at: str, depth: int) -> Iterator[tuple[str, Any, Any]]:
-        children = _children(one, other) if depth <= _MAX_DEPTH else None
-        if children is None:
+        if depth > _MAX_DEPTH or not _is_divided(one, other):
             if not _same(one, other, self._tolerance):
                 yield at, one, other
         elif (id(one), id(other)) not in self._pairs:
             self._pairs.add((id(one), id(other)))
+            other = _with_keys_of(one, other)
             if isinstance(one, OrderedDict) and one.keys() == other.keys() and list(one) != list(other):
                 yield at, list(one), list(other)
-            for where, a, b in children:
+            for where, a, b in _children(one, other):
                 yield from self.between(a, b, at + where, depth + 1)
 
 
-def _children(one: Any, other: Any) -> Iterable[tuple[str, Any, Any]] | None:
-    """Return the pairs in two containers of one kind, and where; None for other values. What one does not have is
-    `ABSENT` there."""
-    if type(one) is not type(other):
-        return None
+def _is_divided(one: Any, other: Any) -> bool:
+    """Return whether what is in two values is compared one by one: in containers of one kind."""
+    return type(one) is type(other) and (isinstance(one, dict) or type(one) in (list, tuple, TorchSize))
+
+
+def _children(one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Return the pairs in two containers, and where. What one does not have is `ABSENT` there."""
     if isinstance(one, dict):
         keys = dict.fromkeys([*one, *other])
         return ((f"[{shown(key)}]", one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys)
-    if type(one) in (list, tuple, TorchSize):
-        return ((f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(one, other, fillvalue=ABSENT)))
-    return None
+    return ((f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(one, other, fillvalue=ABSENT)))
+
+
+def _with_keys_of(one: Any, other: Any) -> Any:
+    """Return a dict with those keys of `one` in place of its own that are the same: an object of one file, such as a
+    member of an enum, is equal to none of another."""
+    if not isinstance(one, dict) or one.keys() == other.keys():
+        return other
+    keys: dict[str, list[Any]] = {}
+    for key in reversed(one):
+        keys.setdefault(identity.key(key), []).append(key)
+    return type(other)((same.pop() if (same := keys.get(identity.key(key))) else key, v) for key, v in other.items())
 
 
 def _same(one: Any, other: Any, tolerance: Tolerance | None) -> bool:

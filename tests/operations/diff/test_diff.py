@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -208,6 +210,30 @@ def test_objects_are_equal_in_value(tmp_path: Path) -> None:
     other = {"w": torch.ones(1), "args": {"y": {2, 1}, "x": math.nan}, "o": OrderedDict(a=1, b=2), "big": 2**70}
     assert diff(saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)).same
     assert diff(FULL, FULL).same and diff(FULL, FULL).a.object_count > 20
+
+
+class Split(Enum):
+    TRAIN = 1
+    TEST = 2
+
+
+def test_keys_that_are_objects(tmp_path: Path) -> None:
+    """A member of an enum, a number of numpy and a dtype are keys like any other: those of two files are the same."""
+    one = {
+        "seen": {
+            Split.TRAIN: 10,
+            Split.TEST: torch.ones(2),
+            torch.float16: [1],
+            numpy.int64(3): "x",
+            (Split.TEST, 1): 5,
+        }
+    }
+    other = {"seen": {**one["seen"], Split.TRAIN: 11}}
+    a, b = saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
+    assert diff(a, a).same and diff(a, saved(tmp_path / "same.pt", copy.deepcopy(one))).same
+    assert [(found.a, found.b) for found in diff(a, b).objects] == [(10, 11)]
+    del other["seen"][Split.TRAIN]
+    assert [(found.a, found.b) for found in diff(a, saved(tmp_path / "c.pt", other)).objects] == [(10, ABSENT)]
 
 
 def test_only_in_one(tmp_path: Path) -> None:
