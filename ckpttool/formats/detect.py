@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing, suppress
+from functools import partial
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import CHECKPOINTS, FORMATS
+from ckpttool.serialization import torch_zip
+from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 from ckpttool.text import cut, size, some
 
@@ -54,6 +58,9 @@ def _unknown_file(location: Location) -> CkptError:
     nbytes = location.size()
     if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
         return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=_OTHER, file=location)
+    if head.startswith(b"PK\3\4") and _is_package(location, nbytes):
+        hint = "load it with `torch.package.PackageImporter`, and save the state dict with `torch.save`"
+        return ReadError(f"`{location}`: a package of torch.package", hint=hint, file=location)
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):
@@ -61,6 +68,13 @@ def _unknown_file(location: Location) -> CkptError:
     line = _as_text(head)
     shown = f"a text that begins `{cut(line, 40)}`" if line else f"{size(nbytes)} that begin with {head[:8].hex(' ')}"
     return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)
+
+
+def _is_package(location: Location, nbytes: int) -> bool:
+    """Return whether a zip archive is one of torch.package, which holds modules with their code."""
+    with suppress(CkptError), closing(files.Pool()) as pool:
+        return torch_zip.listed(partial(pool.read, location), nbytes, ".data/extern_modules", name=f"`{location}`")
+    return False
 
 
 def _as_text(head: bytes) -> str:
@@ -106,7 +120,7 @@ def _marks() -> str:
 
 _UNPACK = "unpack it, then name what comes out"
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
-_UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file in it is read"
+_UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file of PyTorch in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "it is no PyTorch checkpoint, and is not read"
 

@@ -43,8 +43,8 @@ _SUFFIX = re.compile(
 _INDEX = re.compile(r".*\.index\.json")
 _PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"
 _OF_PIECES = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
-# Of the model for other libraries, and what people look at.
-_OTHER_LIBRARIES = r".*\.(h5|msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)"
+# Of the model for other libraries, and what people look at. A replay buffer may be an HDF5 file, too.
+_OTHER_LIBRARIES = r".*\.(msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)|tf_model(-\d{5}-of-\d{5})?\.h5"
 _LOOKED_AT = (
     r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
 )

@@ -5,6 +5,7 @@
            data/constants/<model>_constants_config.json  the same for constants: `tensor_0` ..., `custom_obj_0` ...
            data/weights/<model>.pt                       instead, up to torch 2.8: one torch.save archive
            archive_format = pt2, models/<model>.json, data/sample_inputs/...
+           data/aotinductor/<model>/...                  what AOTInductor has compiled, the weights mostly in it
 
 Upstream: `torch/export/pt2_archive` and `torch/_export/serde/schema.py` of torch 2.7 to 2.15. Tensors that share a
 weight record are tied.
@@ -19,12 +20,13 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Extent, check_shape
 from ckpttool.catalogue.shown import shown
-from ckpttool.errors import CorruptError, in_one_line
+from ckpttool.errors import CorruptError, ReadError, in_one_line
 from ckpttool.serialization import strict_json, torch_pickle, torch_zip
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.serialization.torch_zip import Archive
 
 FOLDERS = {"weights": "data/weights/", "constants": "data/constants/"}
+COMPILED = "data/aotinductor/"
 
 # `ScalarType` of the schema, not `c10::ScalarType`: from 1 on, and from 28 on.
 _FROM_1 = "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16"
@@ -50,6 +52,9 @@ class ProgramTree:
         if "byteorder" in archive.records:
             archive.swapped = archive.content("byteorder") == b"big"
         models = sorted({m for kind in FOLDERS for m in self._models(kind)})
+        if not models and any(name.startswith(COMPILED) for name in archive.records):
+            message = f"{archive.name}: a package that AOTInductor compiled, whose weights are part of its code"
+            raise ReadError(message, hint="name the checkpoint or the program that it was compiled from")
         trees = {model: self._model(model) for model in models}
         self.tree: Any = next(iter(trees.values())) if len(trees) == 1 else trees
 

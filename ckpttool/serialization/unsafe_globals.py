@@ -21,7 +21,7 @@ _HARMLESS = frozenset({
         "int", "long", "float", "bool", "str", "unicode", "bytes", "list", "dict", "tuple", "set", "frozenset",
         "bytearray", "complex", "object", "slice", "range", "xrange", "type", "NoneType", "Ellipsis", "NotImplemented",
         "print", "len", "abs", "sum",
-        "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
+        "property", "classmethod", "staticmethod", "super", "min", "max", "sorted", "reversed", "enumerate", "zip", "map", "filter", "getattr",
         "Exception", "ValueError", "KeyError", "RuntimeError", "TypeError",
     )),
     "types.SimpleNamespace", "types.MappingProxyType", "operator.itemgetter", "operator.attrgetter",
@@ -32,7 +32,7 @@ _HARMLESS = frozenset({
 def _is_harmful(name: str) -> bool:
     """Return whether loading a pickle that names this elsewhere could run a command. A courtesy, not a scanner: any
     name of an unknown class can do that too."""
-    return name.partition(".")[0] in _HARMFUL_MODULES and name not in _HARMLESS
+    return name.partition(".")[0] in _HARMFUL_MODULES and name.removesuffix(".__new__") not in _HARMLESS
 
 
 def harmful_names(value: Any) -> set[str]:

@@ -27,6 +27,8 @@ from support.simulated_ranks import cut, mesh
 from support.simulated_ranks import save as save_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.export.pt2_archive._package import package_pt2
+from torch.package import PackageExporter
 
 import ckpttool
 from ckpttool.catalogue import entries as catalogues
@@ -39,6 +41,7 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Object, Tensor
 from ckpttool.catalogue.protocols import SinkOptions
 from ckpttool.catalogue.values import Link, Stub, stub_name
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError
+from ckpttool.formats.detect import detect
 from ckpttool.formats.torchsave import FORMAT
 from ckpttool.storage.stores import locate
 
@@ -448,6 +451,27 @@ def test_exported_programs(tmp_path: Path) -> None:
     assert set(back) == set(expected)
     assert all(torch.equal(back[k], v) and back[k].dtype == v.dtype for k, v in expected.items())
     assert back["tied.weight"].data_ptr() == back["fc.weight"].data_ptr()
+
+
+def test_what_was_compiled_is_named(tmp_path: Path) -> None:
+    """The weights of a package of AOTInductor are in its code, of which nothing is read."""
+    (tmp_path / "m.so").write_bytes(b"\x7fELF" + bytes(60))
+    compiled = {"model": [str(tmp_path / "m.so")]}
+    package_pt2(tmp_path / "compiled.pt2", aoti_files=compiled)
+    with pytest.raises(ReadError, match="AOTInductor"):
+        read(tmp_path / "compiled.pt2")
+    program = torch.export.export(Exported(), (torch.ones(2, 3),))
+    package_pt2(tmp_path / "both.pt2", exported_programs={"model": program}, aoti_files=compiled)
+    both = read(tmp_path / "both.pt2")
+    assert {tensor.name for tensor in both.tensors} == {*Exported().state_dict()}
+    assert any("m.so" in one.text for one in both.warnings)
+
+
+def test_a_package_of_torch_package_is_named(tmp_path: Path) -> None:
+    with PackageExporter(tmp_path / "a.pt") as package:
+        package.save_pickle("model", "model.pkl", {"w": torch.ones(3)})
+    with pytest.raises(ReadError, match=r"torch\.package"):
+        detect(locate(str(tmp_path / "a.pt")))
 
 
 def repacked(src: Path, dst: Path, change: Any) -> Path:

@@ -70,6 +70,10 @@ def unknown(folder: Path) -> None:
     (folder / "buffer.dat").write_bytes(bytes(range(128, 256)))
 
 
+def replay(folder: Path) -> None:
+    (folder / "replay.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
+
+
 def pipe(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
 
@@ -87,7 +91,7 @@ def below(folder: Path) -> None:
     unknown(folder / "a" / "b")
 
 
-@pytest.mark.parametrize("spoil", [cut, unknown, pipe, dangling, empty, below])
+@pytest.mark.parametrize("spoil", [cut, unknown, replay, pipe, dangling, empty, below])
 def test_what_cannot_be_read_is_an_error(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     """Of every command but `inspect`, unless `--only` leaves it out."""
     folder = saved(tmp_path / "step_100")

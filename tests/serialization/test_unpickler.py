@@ -475,6 +475,12 @@ def test_objects_of_classes_that_the_pickle_makes(protocol: int) -> None:
     assert isinstance(read["a"], Stub) and read["a"].how == "new"
 
 
+def test_what_classes_are_made_of_is_harmless() -> None:
+    names = ["property", "classmethod", "staticmethod", "super", "object.__new__", "tuple.__new__"]
+    calls = [stub_type("builtins", name)() for name in names]
+    assert not harm.harmful_names(calls) and harm.harmful_names([*calls, stub_type("builtins", "eval.__new__")])
+
+
 def test_a_call_that_is_dropped_and_sets_nothing() -> None:
     """What is made from itself is made twice, and once for nothing; a call with no object first does nothing here."""
     data = pickle.dumps(Filled(1), protocol=2)[:-1] + b"cos\nsystem\nX\2\0\0\0ls\x85R0."

@@ -27,7 +27,8 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _PK = b"PK\3\4"
-_BESIDE = ("extra/", "data/sample_inputs/")  # of `_extra_files` of `torch.jit.save`, and of `torch.export.save`
+# Of `_extra_files` of `torch.jit.save`, of `torch.export.save`, and what AOTInductor has compiled.
+_BESIDE = ("extra/", "data/sample_inputs/", torch_export.COMPILED)
 
 
 def recognise(location: Location) -> bool:
