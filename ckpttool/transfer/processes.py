@@ -480,19 +480,25 @@ def _digest(catalogue: Catalogue) -> int:
 def _packed(moved: Transferred) -> bytes:
     """Return the numbers of a result as bytes: a checkpoint of many ranks has a million of them."""
     written = array("q", (n for (file, offset), crc in moved.crcs.items() for n in (file, offset, crc)))
-    head = [moved.moved, moved.unchecked, moved.checked, len(moved.crcs)]
-    return array("q", head).tobytes() + written.tobytes() + moved.read.packed()
+    overflowed = json.dumps(moved.overflowed).encode()
+    overflowed += b" " * (-len(overflowed) % 8)
+    head = [moved.moved, moved.unchecked, moved.checked, len(moved.crcs), len(overflowed)]
+    return array("q", head).tobytes() + overflowed + written.tobytes() + moved.read.packed()
 
 
 def _unpack(data: bytes, into: Transferred) -> None:
     numbers = array("q")
     numbers.frombytes(data[: len(data) // 8 * 8])
-    moved, unchecked, checked, count = numbers[:4]
+    moved, unchecked, checked, count, nbytes = numbers[:5]
     into.moved += moved
     into.unchecked += unchecked
     into.checked += checked
-    end = 4 + 3 * count
-    into.crcs.update(zip(zip(numbers[4:end:3], numbers[5:end:3], strict=True), numbers[6:end:3], strict=True))
+    start = 5 + nbytes // 8
+    for name, values in json.loads(numbers[5:start].tobytes()).items():
+        into.overflowed[name] = into.overflowed.get(name, 0) + values
+    end = start + 3 * count
+    columns = [numbers[start + i : end : 3] for i in range(3)]
+    into.crcs.update(zip(zip(*columns[:2], strict=True), columns[2], strict=True))
     into.read.unpack(numbers[end:])
 
 

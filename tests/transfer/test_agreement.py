@@ -18,7 +18,8 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.producers.open import open_source
 from ckpttool.transfer import agreement
-from ckpttool.transfer.processes import Coordinator, _SharedWork
+from ckpttool.transfer.execute import Transferred
+from ckpttool.transfer.processes import Coordinator, _packed, _SharedWork, _unpack
 
 SOURCE = CHECKPOINTS / "dcp" / "fsdp2_w4" / "ckpt"
 
@@ -130,3 +131,13 @@ def test_rank_0_stays_until_others_have_read_why_it_failed() -> None:
             raise UsageError("no")
         assert store.check(["left/1"])
         running.result()
+
+
+def test_what_another_process_has_done_is_added() -> None:
+    """With the values that were out of range there, of which nobody else knows."""
+    done = Transferred(moved=7, checked=5, unchecked=2, overflowed={"model.w": 3, "é": 1}, crcs={(0, 64): 9, (2, 8): 1})
+    own = Transferred(moved=1, overflowed={"model.w": 1}, crcs={(1, 0): 4})
+    _unpack(_packed(done), own)
+    assert (own.moved, own.checked, own.unchecked) == (8, 5, 2)
+    assert own.overflowed == {"model.w": 4, "é": 1}
+    assert own.crcs == {(1, 0): 4, (0, 64): 9, (2, 8): 1}
