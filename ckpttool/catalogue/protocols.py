@@ -106,7 +106,8 @@ class SealingSink(Sink, Protocol):
     @property
     def seal(self) -> Callable[[int, Crcs], None] | None:
         """A function that completes a file, by its number, once its payloads are there. `finish` leaves the file alone,
-        so that it may lie elsewhere by then. None if the files of this one cannot be."""
+        so that it may lie elsewhere by then. None if the files of this one cannot be. If it `seals_in_order`, it asks
+        for the checksum of a payload once all before it is written."""
 
 
 @dataclass(slots=True)

@@ -179,7 +179,8 @@ class _Staged(LocalDestination):
     def stream(self, outgoing: list[Outgoing], last: Callable[[], list[Outgoing]]) -> None:
         """Send files as they are written, and in the end those that `last` returns, of which the last makes a
         checkpoint of all."""
-        self.sent = self._publish(outgoing, dry_run=False, last=lambda: in_order(last()))
+        # One file has its name with its last byte.
+        self.sent = self._publish(outgoing, not outgoing, dry_run=False, last=lambda: in_order(last()))
 
     def send(self, result: Conversion) -> None:
         result.destination = self.dst
@@ -198,8 +199,8 @@ class _Staged(LocalDestination):
             written = local_path(self.path.rstrip("/"))
             result.sent = self._publish(below(written), dry_run=False)
 
-    def _publish(self, outgoing: list[Outgoing], *, dry_run: bool, **more: Any) -> Any:
-        is_file = [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
+    def _publish(self, outgoing: list[Outgoing], is_file: bool = False, *, dry_run: bool, **more: Any) -> Any:
+        is_file |= [file.name for file in outgoing] == [self.location.name] and not self.path.endswith("/")
         options = {**self.accepted, **more, "folder": self.folder, "dry_run": dry_run, "progress": self.sending}
         return _published(self.location, outgoing, is_file, **options)
 
@@ -256,7 +257,7 @@ def place(
             going = f"{scratch}/.sending"
             sending = coordinator.watch(sending)
             staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending, coordinator)
-            staged.options = replace(local, send=staged.stream)
+            staged.options = replace(local, send=staged.stream, streams=location.store.takes_streams)
             staged.check()
             try:
                 yield staged

@@ -45,6 +45,7 @@ from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.staging import After
 from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.storage.streamed import StreamedFile
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
@@ -57,6 +58,7 @@ from ckpttool.transfer.threads import Progress
 
 _NUMPY_MEMORY = 24 << 20
 _ON_DISK = 3  # files that are sent, wait for that, or are written
+_WORTH_STREAMING = 64 << 10  # bytes of a chunk, on average
 
 
 @dataclass(slots=True, repr=False)
@@ -125,6 +127,7 @@ class WriteOptions:
     check_values: Callable[[Catalogue], None] | None = None  # raises an error for what must not be there
     # Sends files of DST as they are completed; the function that it gets returns the rest, once all of these are.
     send: Callable[[list[Outgoing], Callable[[], list[Outgoing]]], None] | None = None
+    streams: bool = False  # whether large ones are sent while they are filled
 
     def after(self, dst: str) -> After | None:
         """Return what belongs to `dst` besides what the format writes: its manifest, in it or beside it."""
@@ -314,8 +317,16 @@ class Write:
 
     def _can_be_sent(self, sink: Sink) -> bool:
         """Return whether files can be sent and removed while others are written: not if they are read back."""
-        several = len(sink.catalogue.files) > 1
-        return self.options.send is not None and several and not self.options.check and _sealing(sink) is not None
+        is_sent = self.options.send is not None and not self.options.check and _sealing(sink) is not None
+        count = len(sink.catalogue.files)
+        return is_sent and (count > 1 or (count == 1 and self.coordinator.size == 1 and self._can_stream(sink)))
+
+    def _can_stream(self, sink: Sink) -> bool:
+        """Return whether files can be sent while they are filled: not if their tensors are tiny, between which two
+        threads would wait for each other."""
+        count = sum(len(tensor.chunks) for tensor in sink.catalogue.tensors if tensor.alias is None)
+        is_worth_it = self.result.payload_bytes >= count * _WORTH_STREAMING
+        return self.options.streams and getattr(sink, "seals_in_order", False) and is_worth_it
 
     def _send(self, sink: Sink, partial: Location) -> Transferred:
         """Fill one file after the other, and send each."""
@@ -324,21 +335,31 @@ class Write:
         free_space.check(self.dst, result.file_bytes, result.free_bytes, self.options.if_full)
         own = whole_files(sink.catalogue, coordinator.rank, coordinator.size)
         filling = FileByFile(sink, self.opened.source, result.payload_bytes, self.options, coordinator, own)
-        names = [file.location.relative_to(partial) for file in sink.catalogue.files]
+        is_file = self.target.is_file(self.dst)
+        names = [self.dst.name if is_file else file.location.relative_to(partial) for file in sink.catalogue.files]
 
-        def rest() -> list[Outgoing]:
+        def finish() -> None:
             files.check_unchanged(self.opened.before)
             filling.finish()
+
+        def rest() -> list[Outgoing]:
+            finish()
             others = (name for name in partial.below() if name not in names)
             return [Outgoing(name, (partial / name).size(), path=partial / name) for name in others]
 
         # Of other processes, the names.
-        outgoing = [
-            Outgoing(name, file.size, write=functools.partial(filling.write, number) if number in own else None)
-            for number, (name, file) in enumerate(zip(names, sink.catalogue.files, strict=True))
-        ]
+        outgoing = [Outgoing(name, file.size) for name, file in zip(names, sink.catalogue.files, strict=True)]
+        for number in own:
+            write = functools.partial(filling.write, number)
+            stream = functools.partial(filling.stream, number) if self._can_stream(sink) else None
+            outgoing[number] = replace(outgoing[number], write=write, stream=stream)
         with naming(self.opened.path):
-            self.options.send(outgoing, rest)
+            if is_file:
+                # It is there with its last byte.
+                filling.end = finish
+                self.options.send([], lambda: outgoing)
+            else:
+                self.options.send(outgoing, rest)
         return filling.moved
 
     @no_garbage_collection()
@@ -417,7 +438,8 @@ class Write:
         name = self.dst.name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
         sizes = sorted(file.nbytes for file in self.result.files)
-        self.result.file_bytes = sum(sizes[-_ON_DISK:] if self._can_be_sent(sink) else sizes)
+        on_disk = [] if self._can_stream(sink) else sizes[-_ON_DISK:]
+        self.result.file_bytes = sum(on_disk if self._can_be_sent(sink) else sizes)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
 
 
@@ -446,6 +468,7 @@ class FileByFile:
         self._next: tuple[int, Iterator[ChunkCopy]] | None = next(self._jobs, None)
         self._whole, self._read = WholeFiles(source.catalogue), Pieces()
         self.moved = Transferred(read=self._read)
+        self.end: Callable[[], None] = lambda: None  # called when a file is complete
 
     def write(self, number: int, path: Location) -> None:
         """Fill a file, the next one, and move it to `path`."""
@@ -460,6 +483,26 @@ class FileByFile:
         if self._coordinator.size > 1:
             self.moved.crcs.update(moved.crcs.items())
         files.move(self._sink.catalogue.files[number].location, path)
+        self.end()
+
+    def stream(self, number: int, part: int) -> StreamedFile | None:
+        """Return a file, the next one, which is filled when it is sent; None if it has no payloads."""
+        seal = _sealing(self._sink)
+        assert seal is not None
+        if self._next is None or self._next[0] != number:
+            return None
+        jobs = [*self._next[1]]
+        self._next = next(self._jobs, None)
+
+        def fill(file: StreamedFile) -> None:
+            moved = self._transfer(jobs, check_later=True, out=file)
+            if self._coordinator.size > 1:
+                self.moved.crcs |= moved.crcs
+
+        payloads = [(job.chunk.extent.offset, job.nbytes) for job in jobs]
+        file = self._sink.catalogue.files[number]
+        sealing = functools.partial(seal, number)
+        return StreamedFile(file.location, number, file.size, part, payloads, fill, sealing, self.end)
 
     def finish(self) -> None:
         """Check the records of the source of which several files have parts, and complete what is not sealed."""
@@ -476,7 +519,9 @@ class FileByFile:
         self._transfer((), check_later=False)
         self._sink.finish({})
 
-    def _transfer(self, jobs: Iterable[ChunkCopy], *, check_later: bool) -> Transferred:
+    def _transfer(
+        self, jobs: Iterable[ChunkCopy], *, check_later: bool, out: StreamedFile | None = None
+    ) -> Transferred:
         done, progress = self.moved.moved, self._progress
         moved = transfer(
             jobs,
@@ -489,6 +534,7 @@ class FileByFile:
             check_later=check_later,
             earlier=self._read,
             whole=self._whole,
+            out=out,
         )
         self.moved.moved += moved.moved
         self.moved.checked += moved.checked

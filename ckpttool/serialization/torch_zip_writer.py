@@ -61,19 +61,17 @@ class ArchiveLayout:
     def __post_init__(self) -> None:
         self.size = self._columns.end + len(self._directory([0] * len(self._columns.headers)))
 
-    def patches(self, crc_of: Callable[[Record], int]) -> list[tuple[int, bytes]]:
-        """Return the descriptors and the central directory, once the CRC of each storage is known."""
+    def patches(self, crc_of: Callable[[Record], int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the descriptors, each once the CRC of its storage is known, and then the central directory."""
         base, columns, known = self.base, self._columns, self._known
         crcs: list[int] = []
-        patches: list[tuple[int, bytes]] = []
         for i, (header, at, nbytes) in enumerate(zip(columns.headers, columns.payloads, columns.nbytes, strict=True)):
             unknown = nbytes and i not in known
             crc = crc_of(Record(self.file, base + at, nbytes)) if unknown else known.get(i, 0)
             crcs.append(crc)
             if nbytes:
-                patches.append((base + at + nbytes, _descriptor(crc, nbytes, header)))
-        patches.append((base + columns.end, self._directory(crcs)))
-        return patches
+                yield base + at + nbytes, _descriptor(crc, nbytes, header)
+        yield base + columns.end, self._directory(crcs)
 
     def _directory(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
@@ -93,6 +91,8 @@ class ArchiveLayout:
 
 class ArchiveSink:
     """A sink of archives that lie there but for their payloads: a layout for each file of the catalogue."""
+
+    seals_in_order = True
 
     def __init__(self, catalogue: Catalogue, layouts: Sequence[ArchiveLayout]) -> None:
         self.catalogue = catalogue

@@ -169,6 +169,11 @@ class Pool:
                     part = data if len(data) <= most and not done else memoryview(data)[done : done + most]
                     done += os.pwrite(fd, part, offset + done)
 
+    def flush(self, path: str) -> None:
+        """Send what was written of a file on its way to the disk."""
+        with self.use(path) as fd:
+            start_writing(fd)
+
     def close(self) -> None:
         with self._lock:
             for entry in self._open.values():

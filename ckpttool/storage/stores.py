@@ -34,6 +34,7 @@ from ckpttool.text import literal
 if TYPE_CHECKING:
     from ckpttool.storage.gathered import GatheredFile
     from ckpttool.storage.stage import StagingArea
+    from ckpttool.storage.streamed import StreamedFile
 
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
 STORES = {
@@ -84,7 +85,8 @@ class Outgoing:
     that does not exist yet; called again, it makes the same bytes. It returns their SHA-256 in hexadecimal if that was
     computed on the way, and raises the errors of `ckpttool.errors`. A file that is on this machine already has its
     `path` instead, and stays there; one that is only planned has neither. `gather()` returns a file that is read from
-    the source without being written, or None if that cannot be; it raises the errors of `ckpttool.errors`.
+    the source without being written, or None if that cannot be; it raises the errors of `ckpttool.errors`. So does
+    `stream(part)`, which returns a file that is sent in parts of that size while it is filled, for stores that take it.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Outgoing:
     write: Callable[[Location], str | None] | None = None
     path: str | None = None
     gather: Callable[[], GatheredFile | None] | None = None
+    stream: Callable[[int], StreamedFile | None] | None = None
 
 
 class Store:
@@ -113,6 +116,8 @@ class Store:
     """Whether a file that one process has fetched whole is there for others of this machine."""
     options: frozenset[str] = frozenset()
     """Names of the options of destinations that users give, and it takes."""
+    takes_streams = False
+    """Whether a file is sent while it is filled."""
     has_digests = False
     """Whether `fetch` compares a file with a digest of the store."""
 

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -26,7 +26,8 @@ from ckpttool.errors import CorruptError
 from ckpttool.storage import stores
 from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.files import Pool, ThreadBuffer, aligned, start_writing
+from ckpttool.storage.files import Pool, ThreadBuffer, aligned
+from ckpttool.storage.streamed import StreamedFile
 from ckpttool.transfer import checksums, read, small_runs
 from ckpttool.transfer.cast import cast_array
 from ckpttool.transfer.file_checksums import WholeFiles
@@ -88,6 +89,7 @@ def transfer(
     journal: Journal | None = None,
     written: Callable[[int, int], None] | None = None,
     whole: WholeFiles | None = None,
+    out: StreamedFile | None = None,
 ) -> Transferred:
     """Do the jobs. `total` is the bytes that they move, for `progress(done, total)`, which is called from this thread.
     `memory` bounds the bytes held in buffers; fewer threads are used when they would not fit.
@@ -97,23 +99,27 @@ def transfer(
     checks `earlier`, what all of them have read. A `journal` records what was copied, and knows what an earlier run
     copied: that is read, and copied again if it has changed. `written(start, nbytes)` is called from all threads with
     the ranges of the destination, which is one file, as they are written. `whole` has what other transfers have read of
-    the source, and gets what this one reads: a file is compared by that which reads its last tensor.
+    the source, and gets what this one reads: a file is compared by that which reads its last tensor. What is written to
+    `out`, the one file of the jobs, is so in its order, by one thread.
     Raises CorruptError for a CRC that does not match, and whatever the files raise.
     """
-    threads, tile = budget(threads, memory)
-    work = Work(total, progress)
+    threads, tile = budget(threads if out is None else 1, memory)
+    work = Work(total, progress, None if out is None else out.stopped)
     whole = whole if whole is not None else WholeFiles(source.catalogue)
     is_alone = earlier is None and not check_later  # others may read parts of the same records
     tally = Tally(source, earlier, WholeFiles(None) if compare else whole, checks_now=is_alone)
     with (
         closing(Pool(whole=True)) as pool,
-        closing(Pool(writing=not compare)) as out,
-        _Flusher(out, journal, work) as flusher,
+        closing(Pool(writing=not compare)) if out is None else nullcontext(out) as target,
+        _Flusher(target, journal, work) as flusher,
     ):
         # Half of the buffers of all threads, which one of them at a time has.
         large = max(tile, threads * tile * 2)
-        copier = _Copier(source, destination, pool, out, tile, large, compare, work, journal, tally, flusher, written)
-        on_threads(_announced(_tasks(jobs), source), copier.do, threads, work)
+        copier = _Copier(
+            source, destination, pool, target, tile, large, compare, work, journal, tally, flusher, written
+        )
+        most, passed = (TASK, _PASSED) if out is None else (out.part, 0)
+        on_threads(_announced(_tasks(jobs, most), source, passed), copier.do, threads, work)
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
             on_threads(iter(tally.now_whole(whole)), copier.check_file(whole), threads, work)
@@ -135,26 +141,28 @@ class _Task(NamedTuple):
     nbytes: int
 
 
-def _tasks(jobs: Iterable[ChunkCopy]) -> Iterator[_Task]:
+def _tasks(jobs: Iterable[ChunkCopy], most: int) -> Iterator[_Task]:
     for job in jobs:
         chunk = job.chunk
         itemsize = job.tensor.dtype.itemsize
         start = chunk.extent.offset
-        for box in tiles((chunk.offsets, chunk.sizes), max(1, TASK // itemsize)):
+        for box in tiles((chunk.offsets, chunk.sizes), max(1, most // itemsize)):
             nbytes = prod(box[1]) * itemsize
             yield _Task(job, box, start, nbytes)
             start += nbytes
 
 
-def _taken(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
+def _taken(tasks: Iterable[_Task], most_passed: int) -> Iterator[list[_Task]]:
     """Yield what a thread takes at a time: a task, or many small ones."""
     small, total, passed = list[_Task](), 0, 0
     for task in tasks:
         # A store has small ones in memory together with the large ones between which they lie.
-        if small and (total >= BUFFER or len(small) == small_runs.MANY or passed >= _PASSED):
+        is_small = task.nbytes <= small_runs.SMALL
+        is_passed = passed >= most_passed if most_passed else not is_small
+        if small and (total >= BUFFER or len(small) == small_runs.MANY or is_passed):
             yield small
             small, total, passed = [], 0, 0
-        if task.nbytes <= small_runs.SMALL:
+        if is_small:
             small.append(task)
             total += task.nbytes
         else:
@@ -164,11 +172,11 @@ def _taken(tasks: Iterable[_Task]) -> Iterator[list[_Task]]:
         yield small
 
 
-def _announced(tasks: Iterable[_Task], source: Source) -> Iterator[list[_Task]]:
+def _announced(tasks: Iterable[_Task], source: Source, passed: int) -> Iterator[list[_Task]]:
     """Yield what threads take, and some time before tell the stores of what it reads."""
     remote = {i for i, file in enumerate(source.catalogue.files) if stores.is_away(file.location)}
     if not remote:
-        yield from _taken(tasks)
+        yield from _taken(tasks, passed)
         return
     ahead, fresh, nbytes = deque[list[_Task]](), list[_Task](), 0
     for task in tasks:
@@ -179,10 +187,10 @@ def _announced(tasks: Iterable[_Task], source: Source) -> Iterator[list[_Task]]:
             ahead.append(fresh)
             fresh, nbytes = [], 0
         if len(ahead) > _AHEAD:
-            yield from _taken(ahead.popleft())
+            yield from _taken(ahead.popleft(), passed)
     _announce(fresh, source, remote)
     for some in (*ahead, fresh):
-        yield from _taken(some)
+        yield from _taken(some, passed)
 
 
 def _announce(tasks: Iterable[_Task], source: Source, remote: Collection[int]) -> None:
@@ -354,8 +362,7 @@ class _Flusher(threading.Thread):
             with os_errors("the journal of the destination", "write"):
                 self._journal.flush()
         for path in full:
-            with self._pool.use(path) as fd:
-                start_writing(fd)
+            self._pool.flush(path)
 
 
 class _Rooms(threading.local):

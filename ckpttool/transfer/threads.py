@@ -17,12 +17,14 @@ class Stopped(Exception):
 class Work:
     """The state of one run of `on_threads`: `done` bytes of `total`."""
 
-    def __init__(self, total: int = 0, progress: Progress | None = None) -> None:
+    def __init__(
+        self, total: int = 0, progress: Progress | None = None, stopped: threading.Event | None = None
+    ) -> None:
         self.total = total
         self.progress = progress
         self.done = 0
         self.lock = threading.Lock()
-        self.stopped = threading.Event()
+        self.stopped = stopped or threading.Event()
 
     def note(self, nbytes: int) -> None:
         """Add bytes that are done. Raises Stopped when another thread failed."""

@@ -54,6 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
     folder: Path
     counts: _Counts
     tags: dict[str, str]
+    lengths: dict[str, int]  # of the parts of uploads
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -204,11 +205,16 @@ class _Handler(BaseHTTPRequestHandler):
         source = self.headers.get("x-amz-copy-source")
         self.counts.add("COPY" if source else "PUT part" if "uploadId" in query else "PUT")
         target = self._path(bucket, key)
+        at = 0
         if "uploadId" in query:
             place = self._upload(query["uploadId"]) / query["partNumber"]
+            length = int(self.headers.get("x-amz-decoded-content-length") or self.headers.get("Content-Length", 0))
+            if not source and length == self.lengths.setdefault(place.parent.name, length):
+                # In place: only the last part has another length.
+                place, at = place.with_name("whole"), (int(place.name) - 1) * length
         else:
             place = target.with_name(f".{threading.get_ident()}")
-        digest = self._copy(source, place) if source else self._receive(place)
+        digest = self._copy(source, place) if source else self._receive(place, at)
         tag = f'"{digest}"'
         if place.parent == target.parent:
             there = self._tag(target) if target.exists() else None
@@ -226,12 +232,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, ETag=tag)
 
-    def _receive(self, place: Path) -> str:
-        """Write the body, and return its MD5."""
+    def _receive(self, place: Path, at: int) -> str:
+        """Write the body to a file, at an offset, and return its MD5."""
         digest = hashlib.md5(usedforsecurity=False)
         total = 0
         is_framed = "aws-chunked" in self.headers.get("Content-Encoding", "")
-        with open(place, "wb", buffering=0) as stream:
+        with open(os.open(place, os.O_WRONLY | os.O_CREAT), "wb", buffering=0) as stream:
+            stream.seek(at)
             for block in self._frames() if is_framed else self._blocks(int(self.headers.get("Content-Length", 0))):
                 digest.update(block)
                 stream.write(block)
@@ -297,16 +304,17 @@ class _Handler(BaseHTTPRequestHandler):
         numbers = [int(number) for number in re.findall(r"<PartNumber>(\d+)</PartNumber>", body)]
         tags = [bytes.fromhex(tag) for tag in re.findall(r"([0-9a-f]{32})", body)]
         folder, target = self._upload(upload), self._path(bucket, key)
-        first = folder / str(numbers[0])
-        with open(first, "r+b", buffering=0) as stream:
-            stream.seek(0, os.SEEK_END)
-            for number in numbers[1:]:
+        with open(os.open(folder / "whole", os.O_WRONLY | os.O_CREAT), "wb", buffering=0) as stream:
+            for number in numbers:
+                if not (folder / str(number)).exists():
+                    stream.seek(self.lengths[folder.name], os.SEEK_CUR)
+                    continue
                 with open(folder / str(number), "rb") as part:
                     left = os.fstat(part.fileno()).st_size
                     while left:
                         left -= os.sendfile(stream.fileno(), part.fileno(), None, left)  # type: ignore[arg-type]
                 (folder / str(number)).unlink()
-        first.rename(target)
+        (folder / "whole").rename(target)
         whole = hashlib.md5(b"".join(tags), usedforsecurity=False).hexdigest()
         self.tags[target.name] = f'"{whole}-{len(numbers)}"'
         inside = f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key><ETag>{escape(self.tags[target.name])}</ETag>"
@@ -327,7 +335,7 @@ def main() -> None:
     """Serve until standard input ends."""
     folder = Path(sys.argv[1])
     (folder / "bucket").mkdir(parents=True)
-    own = type("Handler", (_Handler,), {"folder": folder, "counts": _Counts(), "tags": {}})
+    own = type("Handler", (_Handler,), {"folder": folder, "counts": _Counts(), "tags": {}, "lengths": {}})
     server = ThreadingHTTPServer(("127.0.0.1", 0), own)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()

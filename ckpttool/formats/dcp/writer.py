@@ -79,6 +79,8 @@ class _Sum:
 
 
 class _DcpSink:
+    seals_in_order = True
+
     def __init__(
         self, folder: Location, planned: Catalogue, keys: planner_data.EntryNames, *, with_manifest: bool
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 
@@ -74,6 +75,6 @@ def _placed(tensor: Tensor, extent: Extent) -> Tensor:
     return replace(tensor, chunks=Chunks.single(tensor.shape, extent))
 
 
-def _write(location: Location, pieces: list[tuple[int, bytes]]) -> None:
+def _write(location: Location, pieces: Iterable[tuple[int, bytes]]) -> None:
     with closing(files.Pool(writing=True)) as pool:
         pool.write_all(location, pieces)

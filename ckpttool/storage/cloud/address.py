@@ -59,7 +59,8 @@ def parse(text: str) -> BucketAddress:
     key = key.rstrip("/")
     if not bucket or any(char in bucket for char in "@?#*[ \\"):
         raise UsageError(f"`{text}` names no bucket", hint=f"write `{scheme}://bucket/path`")
-    if key and any(part in ("", ".", "..") for part in key.split("/")):
+    is_odd = any(char < " " or char == "\x7f" for char in key)
+    if key and (is_odd or any(part in ("", ".", "..") for part in key.split("/"))):
         raise UsageError(f"`{text}`: `{key}` is not a path in a bucket", hint=f"write `{scheme}://{bucket}/path`")
     return BucketAddress(scheme, bucket, key)
 

@@ -69,6 +69,8 @@ def translate_errors(address: str, doing: str = "read") -> Iterator[None]:
     except FileNotFoundError as error:
         if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
             raise _no_bucket(address) from None
+        if doing == "write":
+            raise translate(error, address, doing) from None
         raise FileNotFoundError(errno.ENOENT, "no such object", address) from None
     except (BaseError, ShortError, OSError, ValueError, RuntimeError) as error:
         raise translate(error, address, doing) from None
@@ -81,6 +83,11 @@ def translate(error: BaseException, address: str, doing: str) -> CkptError:
     hint: str | None
     status, code = _STATUS.search(text), _CODE.search(text)
     log_in = _LOG_IN.get(scheme, "check the address, and whether it has expired")
+    if isinstance(error, FileNotFoundError):
+        message = f"{failed}: what was sent before is gone" + (f" ({code[1]})" if code else "")
+        return RemoteError(
+            message, hint="look what else deletes objects there, and run the command again", file=address
+        )
     if isinstance(error, AlreadyExistsError | PreconditionError) and doing == "write":
         return written_meanwhile(address)
     if isinstance(error, PreconditionError):

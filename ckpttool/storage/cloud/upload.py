@@ -20,11 +20,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from ckpttool.errors import OverwriteError, RemoteError, StorageError, UsageError
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import workspace
 from ckpttool.storage.cloud import address as addresses
 from ckpttool.storage.cloud import claim as claims
@@ -35,6 +36,7 @@ from ckpttool.storage.cloud.store import LARGEST_FOLDER, CloudStore
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.senders import Senders, SendingStopped, SentFile
 from ckpttool.storage.stores import Location, Outgoing, local_path
+from ckpttool.storage.streamed import StreamedFile
 from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some
 
@@ -75,6 +77,7 @@ class BucketDestination(CloudStore):
     """The store of a bucket that is written to."""
 
     options = frozenset({"resume", "stage"})
+    takes_streams = True
 
     def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
         address = f"{self.root}/{name}"
@@ -201,7 +204,10 @@ class _BucketUpload:
                     self._client.delete([*self._left, before.name]).result()
                 self._before, self._left = None, {}
         self._existing = there
-        self._replaced = [name for name in map(self._key_of, replaces) if name in there]
+        # A file may replace a folder, and a folder a file, of the same key.
+        names = [self._key] * (self._key in there and posixpath.basename(self._key) in replaces)
+        names += [f"{self._key}/{name}" for name in replaces]
+        self._replaced = [name for name in names if name in there]
         if there and not overwrite:
             found = sorted(map(self._name_of, there))
             message = (
@@ -275,17 +281,28 @@ class _BucketUpload:
         """Return a name at which nothing is replaced."""
         return claims.aside(self._key, key) if key in self._existing else key
 
-    def _send_all(self, files: Sequence[Outgoing]) -> dict[str, _Sent]:
+    def _send_all(self, files: Sequence[Outgoing], mode: Any = None, *, is_last: bool = False) -> dict[str, _Sent]:
+        """Fill one file after the other, and send each meanwhile, or then. Return what became of all so far."""
         own = [file for file in files if file.path is not None or file.write is not None]
         stay = {key for key in map(self._key_of, self._unless_there) if key in self._existing}
         own = [file for file in own if self._key_of(file.name) not in stay]
-        self._total = sum(file.size for file in own)
+        self._total += sum(file.size for file in own)
         with Senders(_AT_ONCE, self._report) as senders:
             for file in own:
                 senders.take_place()
-                path = self._written(file)
-                senders.start(lambda file=file, path=path: self._send(file, path, senders.stopped))  # type: ignore[misc]
+                stream = self._streamed(file)
+                made = self._written(file) if stream is None else stream
+                senders.start(partial(self._send, file, made, senders.stopped, mode, is_last=is_last))
+                if stream is not None:
+                    stream.fill()
         return self._sent
+
+    def _streamed(self, file: Outgoing) -> StreamedFile | None:
+        """Return a file that is sent while it is filled: a large one, unless it may be there."""
+        key = self._key_of(file.name)
+        known = (found.get(one) for one in (key, self._free(key)) for found in (self._existing, self._left))
+        is_there = any(one is not None and one.size == file.size for one in known)
+        return None if file.stream is None or file.size <= PART or is_there else file.stream(_part_of(file.size))
 
     def _written(self, file: Outgoing) -> str:
         """Return the path of a file on this machine, which is written if it is not there."""
@@ -299,13 +316,21 @@ class _BucketUpload:
         return path
 
     def _send(
-        self, file: Outgoing, path: str, stopped: threading.Event, mode: Any = None, *, is_last: bool = False
+        self,
+        file: Outgoing,
+        made: str | StreamedFile,
+        stopped: threading.Event,
+        mode: Any = None,
+        *,
+        is_last: bool = False,
     ) -> None:
-        """Send one file, unless it is there; one that was written for that is removed. It is put aside if its name is
-        taken, unless it is the last."""
+        """Send one file, of a path or as it is filled, unless it is there; one that was written for that is removed. It
+        is put aside if its name is taken, unless it is the last."""
         name = self._key_of(file.name)
-        with errors.translate_errors(f"{self._address}/{file.name}" if not self._is_file else self._address, "write"):
-            local = _LocalFile(path, stopped, self._claim.check)
+        address = self._address if self._is_file else f"{self._address}/{file.name}"
+        failing = made.failing() if isinstance(made, StreamedFile) else nullcontext()
+        with failing, errors.translate_errors(address, "write"):
+            local = _LocalFile(made, stopped, self._claim.check)
             key = name if is_last else self._free(name)
             known = [(one, self._existing.get(one) or self._left.get(one)) for one in (name, key)]
             same = [
@@ -317,13 +342,18 @@ class _BucketUpload:
                 (key, tag), status = same[0], "unchanged"
             else:
                 tag, status = self._put(key, local, mode), "changed" if name in self._existing else "new"
-            compared = self._compare(key, local, tag)
+            try:
+                compared = self._compare(key, local, tag)
+            except RemoteError:
+                # Also the last object, which looks complete.
+                self._claim.names, self._claim.commit = [*self._claim.names, key], None
+                raise
         with self._lock:
             self._sent[name] = _Sent(key, local.size, tag, status, compared)
             self._done += local.size
-        if file.path is None:
-            with os_errors(path, "write"):
-                os.remove(path)
+        if file.path is None and isinstance(made, str):
+            with os_errors(made, "write"):
+                os.remove(made)
 
     def _put(self, name: str, local: _LocalFile, mode: Any) -> str | None:
         for attempt in range(_ATTEMPTS):
@@ -331,12 +361,15 @@ class _BucketUpload:
                 return self._client.put(name, local.data(), mode, **local.options()).result()
             except (AlreadyExistsError, PreconditionError):
                 # The answer to our own request may have been lost.
-                there = self._client.head(name).result()
-                if there.size == local.size and self._digest(name, there) == local.digest():
+                try:
+                    there = self._client.head(name).result()
+                except FileNotFoundError:  # it is gone again
+                    raise errors.written_meanwhile(self._address) from None
+                if there.size == local.size and self._md5(name, there, local) == local.md5():
                     return there.tag
                 raise self._taken() from None
             except BaseError as error:
-                if attempt == _ATTEMPTS - 1 or not errors.is_broken(error):
+                if attempt == _ATTEMPTS - 1 or local.is_streamed or not errors.is_broken(error):
                     raise
             local.check()
         raise AssertionError
@@ -346,7 +379,7 @@ class _BucketUpload:
         if _md5_of(tag) is None:
             return 0
         # A store that encrypts with a key of its own has tags of that form, too.
-        if _md5_of(tag) != local.md5() and self._digest(key, self._client.head(key).result()) != local.digest():
+        if _md5_of(tag) != local.md5() and self._md5(key, self._client.head(key).result(), local) != local.md5():
             raise self._different(key, f"its tag is {tag}")
         return local.size
 
@@ -359,11 +392,13 @@ class _BucketUpload:
         self._claim.names, self._claim.commit, self._sent = [], None, {}
         return errors.written_meanwhile(self._address)
 
-    def _digest(self, name: str, there: StoredObject) -> str:
-        digest = hashlib.sha256()
-        for start in range(0, there.size, PART):
-            digest.update(self._client.read(name, start, min(start + PART, there.size), there).result())
-        return digest.hexdigest()
+    def _md5(self, name: str, there: StoredObject, local: _LocalFile) -> str:
+        """Return the MD5 of an object that is read, as that of a file is computed."""
+        digests = []
+        for start in range(0, there.size, local.part):
+            part = self._client.read(name, start, min(start + local.part, there.size), there).result()
+            digests.append(hashlib.md5(part, usedforsecurity=False))
+        return _joined(digests, is_large=there.size > local.part)
 
     # The end ---------------------------------------------------------------------------------------------------------
 
@@ -373,26 +408,25 @@ class _BucketUpload:
         together."""
         if not self._writers.is_first:
             return
-        claim, stopped = self._claim, threading.Event()
+        claim = self._claim
         last = rest[-1] if rest else None
         name = "" if last is None else self._key_of(last.name)
         claim.names += [self._free(self._key_of(file.name)) for file in rest[:-1]]
         with self._translated():
             claim.update()
-            for file in rest[:-1]:
-                self._send(file, self._written(file), stopped)
+            self._send_all(rest[:-1])
             aside = {key: one for key, one in self._sent.items() if one.key != key}
             if aside or any(is_index(key) and key not in (*self._sent, name) for key in self._replaced):
                 self._replace(aside, is_index)
             claim.stale = [key for key in self._replaced if key not in (*self._sent, name)]
             if last is not None:
-                self._commit(last, name, self._existing.get(name), stopped)
+                self._commit(last, name, self._existing.get(name))
             left = [key for key in self._left if key not in self._sent]
             self._client.delete([*claim.stale, *left, *(one.key for one in aside.values())]).result()
             claim.release()
         self._is_claimed = False
 
-    def _commit(self, last: Outgoing, name: str, there: StoredObject | None, stopped: threading.Event) -> None:
+    def _commit(self, last: Outgoing, name: str, there: StoredObject | None) -> None:
         """Send the last file, in place of that which is there."""
         claim = self._claim
         claim.names += [name] * (there is None and name not in claim.names)
@@ -400,13 +434,12 @@ class _BucketUpload:
         claim.update()
         if self._sent:
             self._check_sent()
-        path = self._written(last)
         mode: Any = {"e_tag": there.tag} if there is not None and there.tag is not None else "create"
-        if os.path.getsize(path) > PART or name in self._left:
+        if last.size > PART or name in self._left:
             # In parts, which no store sends on a condition.
             self._check_same(name, there)
             mode = None
-        self._send(last, path, stopped, mode, is_last=True)
+        self._send_all([last], mode, is_last=True)
 
     def _replace(self, aside: dict[str, _Sent], is_index: Callable[[str], bool]) -> None:
         """Give new objects the names of old ones. From here to the last object there is no checkpoint: what makes one
@@ -447,18 +480,20 @@ class _BucketUpload:
     def _clean_up(self, *, keep: bool, error: BaseException) -> None:
         """Delete what this run has sent. With `keep`, the claim says what that is, and so it does where others may
         still be sending; and behind the last object what is left of the old checkpoint."""
+        folder = self._address.rpartition("/")[0]
         try:
             is_over = self._writers.ended(error)
             if self._is_claimed and not self._claim.is_lost:
-                keep = keep or self._is_complete()
+                if self._is_complete():
+                    keep = True
+                    _add_hint(
+                        error, f"`{self._address}` is complete; `ckpttool clean {folder} --yes` removes what is left"
+                    )
                 if not keep:
                     self._client.delete(self._claim.names).result()
                 self._claim.release(keep=keep or not is_over)
         except Exception:
-            folder = self._address.rpartition("/")[0]
-            if hasattr(error, "hint"):
-                more = f"what was sent is left: `ckpttool clean {folder} --yes` removes it"
-                error.hint = f"{error.hint}; {more}" if error.hint else more
+            _add_hint(error, f"what was sent is left: `ckpttool clean {folder} --yes` removes it")
 
     def _is_complete(self) -> bool:
         """Return whether the last object is there, whatever came of the request."""
@@ -473,23 +508,24 @@ class _BucketUpload:
 
 
 class _LocalFile:
-    """A file of this machine that is sent in parts. Its reader raises once `stopped`, which aborts the transfer."""
+    """A file of this machine, or one that is being filled, that is sent in parts. Its reader raises once `stopped`,
+    which aborts the transfer."""
 
-    def __init__(self, path: str, stopped: threading.Event, check: Callable[[], None] = lambda: None) -> None:
-        with os_errors(path, "read"):
-            self.size = os.path.getsize(path)
-        self._path, self._stopped, self.check = path, stopped, check
-        self._part = max(PART, -(-self.size // _PARTS >> 20) << 20)
+    def __init__(self, made: str | StreamedFile, stopped: threading.Event, check: Callable[[], None]) -> None:
+        self._made, self._stopped, self.check = made, stopped, check
+        self.is_streamed = isinstance(made, StreamedFile)
+        self.size = made.size if isinstance(made, StreamedFile) else local_path(made).size()
+        self.part = _part_of(self.size)
         self._md5: str | None = None
 
     def options(self) -> dict[str, Any]:
         """Return how it is sent."""
-        is_large = self.size > self._part
-        return {"use_multipart": is_large, "chunk_size": self._part, "max_concurrency": _PARTS_AT_ONCE}
+        is_large = self.size > self.part
+        return {"use_multipart": is_large, "chunk_size": self.part, "max_concurrency": _PARTS_AT_ONCE}
 
-    def data(self) -> bytes | Iterator[bytes]:
+    def data(self) -> bytes | memoryview | Iterator[bytes | memoryview]:
         """Return its bytes, or an iterator of them, which notes their digest."""
-        if self.size > self._part:
+        if self.size > self.part:
             return self._parts()
         return next(self._parts(), b"")
 
@@ -501,25 +537,38 @@ class _LocalFile:
         assert self._md5 is not None
         return self._md5
 
-    def digest(self) -> str:
-        """Return the SHA-256."""
-        digest = hashlib.sha256()
-        for part in self._parts():
-            digest.update(part)
-        return digest.hexdigest()
-
-    def _parts(self) -> Iterator[bytes]:
+    def _parts(self) -> Iterator[bytes | memoryview]:
         digests = []
-        with os_errors(self._path, "read"), open(self._path, "rb") as stream:
-            while part := stream.read(self._part):
-                if self._stopped.is_set():
-                    raise SendingStopped
-                self.check()
-                digests.append(hashlib.md5(part, usedforsecurity=False))
+        for part in self._made.parts() if isinstance(self._made, StreamedFile) else self._read(self._made):
+            if self._stopped.is_set():
+                raise SendingStopped
+            self.check()
+            digests.append(hashlib.md5(part, usedforsecurity=False))
+            yield part
+        self._md5 = _joined(digests, is_large=self.size > self.part)
+
+    def _read(self, path: str) -> Iterator[bytes]:
+        with os_errors(path, "read"), open(path, "rb") as stream:
+            while part := stream.read(self.part):
                 yield part
-        whole = hashlib.md5(b"".join(one.digest() for one in digests), usedforsecurity=False)
-        one = digests[0] if digests else hashlib.md5(b"", usedforsecurity=False)
-        self._md5 = f"{whole.hexdigest()}-{len(digests)}" if self.size > self._part else one.hexdigest()
+
+
+def _add_hint(error: BaseException, more: str) -> None:
+    if isinstance(error, CkptError):
+        error.hint = f"{error.hint}; {more}" if error.hint else more
+
+
+def _part_of(size: int) -> int:
+    """Return the size of the parts of an object. Pure."""
+    return max(PART, -(-size // _PARTS >> 20) << 20)
+
+
+def _joined(digests: Sequence[Any], *, is_large: bool) -> str:
+    """Return the MD5 that S3 has of an object with parts of these, or of the only one. Pure."""
+    whole = b"".join(one.digest() for one in digests)
+    if is_large:
+        return f"{hashlib.md5(whole, usedforsecurity=False).hexdigest()}-{len(digests)}"
+    return whole.hex() or hashlib.md5(b"", usedforsecurity=False).hexdigest()
 
 
 def _md5_of(tag: str | None) -> str | None:

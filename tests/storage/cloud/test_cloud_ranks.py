@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,30 @@ def kill_rank(server: S3Server, rank: int, requests: int) -> bool:
 @pytest.mark.parametrize(("rank", "requests"), [(0, 9), (1, 8), (1, 10), (0, 12), (1, 13)])
 def test_a_process_of_two_is_killed(rank: int, requests: int, server: S3Server) -> None:
     kill_rank(server, rank, requests)
+    check_after_a_kill(server)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * 3600)
+def test_processes_are_killed_at_random(server: S3Server) -> None:
+    """One of two, at any of the requests of both: about 20 of them, and 3 behind the last object."""
+    rng = random.Random(34)
+    seen = Counter[str]()
+    for _ in range(int(os.environ.get("KILLS", "50"))):
+        server.clear()
+        rank, requests = rng.randrange(2), rng.randrange(1, 24)
+        began = time.monotonic()
+        is_killed = kill_rank(server, rank, requests)
+        seconds = time.monotonic() - began
+        is_there = check_after_a_kill(server)
+        seen[f"rank {rank}, {'killed' if is_killed else 'ended'}, {'complete' if is_there else 'none'}"] += 1
+        print(f"rank {rank} after {requests} requests: {is_killed=} {is_there=} {seconds:.0f} s", flush=True)
+    print(sorted(seen.items()))
+    assert any("killed, none" in one for one in seen)
+
+
+def check_after_a_kill(server: S3Server) -> bool:
+    """The destination is whole, which is returned, or no checkpoint; the next run succeeds, and leaves nothing."""
     if is_there := "out/step-3/.metadata" in server.names():
         assert ckpttool.diff(DCP, "s3://bucket/out/step-3").same
     else:
@@ -255,3 +281,4 @@ def test_a_process_of_two_is_killed(rank: int, requests: int, server: S3Server) 
         assert is_there
     assert ckpttool.diff(DCP, "s3://bucket/out/step-3").same
     assert len(server.names()) == 6 and not leftovers(server)
+    return is_there

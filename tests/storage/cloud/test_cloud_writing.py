@@ -115,6 +115,23 @@ def test_what_is_there_is_not_replaced(server: S3Server, tmp_path: Path) -> None
             ckpttool.convert(DCP, address)
 
 
+def test_a_file_replaces_a_folder_and_a_folder_a_file(server: S3Server) -> None:
+    ckpttool.convert(DCP, DST, to="dcp")
+    ckpttool.convert(FULL, DST, to="torch", overwrite=True)
+    assert server.names() == ["out/step-3"] and ckpttool.diff(FULL, DST).same
+    ckpttool.convert(DCP, DST, to="dcp", overwrite=True)
+    assert "out/step-3" not in server.names() and ckpttool.diff(DCP, DST).same
+
+
+@pytest.mark.parametrize("key", ["a b/é+1", "x%2Fy/%zz", "q?x#y&z=1", "日本/'\"~*"])
+def test_keys_are_what_they_are_written_as(key: str, server: S3Server) -> None:
+    ckpttool.convert(FULL, f"s3://bucket/{key}", to="dcp")
+    assert ckpttool.diff(FULL, f"s3://bucket/{key}").same and ckpttool.verify(f"s3://bucket/{key}").exit_code == 0
+    assert server.get(f"{key}/.metadata") and not [name for name in server.names() if "partial" in name]
+    with pytest.raises(UsageError, match="is not a path in a bucket"):
+        ckpttool.convert(FULL, f"s3://bucket/{key}/a\nb", to="dcp")
+
+
 OLD_AND_NEW = {
     # Shards of the same names, fewer of them, other names, and one that is the same.
     "names": (DCP, {"to": "dcp"}, FULL, {"to": "dcp", "to_world": 2}, False),
@@ -212,8 +229,9 @@ def test_what_fails_behind_the_last_object(before: str | None, loses: bool, serv
         return error(503, "SlowDown") if reached and request.query.startswith("delete") else None
 
     server.faults = [decide]
-    with pytest.raises(RemoteError):
+    with pytest.raises(RemoteError) as raised:
         ckpttool.convert(FULL, DST, to="dcp", to_world=3, overwrite=True)
+    assert loses or f"`{DST}` is complete; `ckpttool clean" in str(raised.value.hint)
     server.faults.clear()
     assert ckpttool.diff(FULL, DST).same and ckpttool.verify(DST).exit_code == 0
     if not loses:
@@ -277,8 +295,28 @@ def test_what_does_not_pass_leaves_nothing(
     assert ckpttool.diff(FULL, DST).same
 
 
-def test_bytes_that_arrive_wrong_are_found(server: S3Server) -> None:
-    server.faults = [lambda request: Fault(damages=request.name.endswith(".distcp") and request.method == "PUT")]
+@pytest.mark.parametrize(
+    ("fault", "error_type"),
+    [
+        (error(409, "ConditionalRequestConflict"), OverwriteError),
+        (error(412, "PreconditionFailed"), OverwriteError),
+        (error(404, "NoSuchUpload"), RemoteError),
+    ],
+    ids=["409", "412", "404"],
+)
+def test_a_refusal_of_what_is_not_there(fault: Fault, error_type: type[CkptError], server: S3Server) -> None:
+    """As where somebody else has made an object, or aborted an upload, and that is gone when it is asked for."""
+    for name in (".distcp", ".metadata", ".partial-0"):
+        server.faults = [lambda r, name=name: fault if r.method == "PUT" and r.name.endswith(name) else None]  # type: ignore[misc]
+        with pytest.raises(error_type):
+            ckpttool.convert(FULL, DST, to="dcp")
+        assert server.names() == []
+
+
+@pytest.mark.parametrize("name", [".distcp", ".metadata"])
+def test_bytes_that_arrive_wrong_are_found(name: str, server: S3Server) -> None:
+    """Of the last object, too, which makes a checkpoint of the others."""
+    server.faults = [lambda request: Fault(damages=request.name.endswith(name) and request.method == "PUT")]
     with pytest.raises(RemoteError, match="is not what was sent"):
         ckpttool.convert(FULL, DST, to="dcp")
     assert server.names() == []

@@ -1,0 +1,155 @@
+"""Large files are sent to a bucket while they are filled, and no copy of them is on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.s3_server import Fault, Request, S3Server, error
+from support.simulated_ranks import cut, mesh, save
+from torch.distributed.tensor import Shard
+
+import ckpttool
+from ckpttool.errors import CkptError, CorruptError, ReadError, RemoteError
+from ckpttool.storage.streamed import StreamedFile
+
+PART = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A state of 11 MiB, with tensors across several parts and tiny ones between them: in one file, in the shards of
+    ranks, and in columns."""
+    folder = tmp_path_factory.mktemp("sources")
+    tiny = {f"tiny{i}": torch.rand(7 + i) for i in range(40)}
+    model = {
+        "a": torch.rand(1500, 512),
+        **tiny,
+        "b": torch.rand(3000, 512),
+        "c": torch.rand(100, 300),
+        "e": torch.rand(0),
+    }
+    torch.save({"model": model, "step": 3, "nested": {"list": [1, "two"]}}, folder / "full.pt")
+    ckpttool.convert(folder / "full.pt", folder / "ranks", to="dcp", to_world=3)
+    wide = {name: model[name] for name in ("a", "b", "c")}
+    save(folder / "columns", 2, lambda rank: {name: cut(one, mesh(2), Shard(1)) for name, one in wide.items()})
+    return {name: str(folder / name) for name in ("full.pt", "ranks", "columns")}
+
+
+@pytest.fixture
+def streams(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the files that were sent so, in small parts."""
+    monkeypatch.setattr("ckpttool.storage.cloud.upload.PART", PART)
+    monkeypatch.setattr("ckpttool.operations.write._WORTH_STREAMING", 1 << 10)
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+    sizes: list[int] = []
+    fill = StreamedFile.fill
+    monkeypatch.setattr(StreamedFile, "fill", lambda file: (sizes.append(file.size), fill(file))[1])
+    return sizes
+
+
+def below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "dcp": ("full.pt", {"to": "dcp"}, 1),
+    "joined": ("ranks", {"to": "dcp", "to_world": 2}, 2),
+    "columns": ("columns", {"to": "dcp"}, 2),
+    "cast": ("ranks", {"to": "dcp", "dtype": "bfloat16"}, 3),
+    "ranks": ("full.pt", {"to": "fsdp1", "only": "model", "to_world": 2}, 2),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "count"), CASES.values(), ids=CASES)
+def test_directories(
+    name: str,
+    options: dict[str, Any],
+    count: int,
+    sources: dict[str, str],
+    streams: list[int],
+    server: S3Server,
+    tmp_path: Path,
+) -> None:
+    ckpttool.convert(sources[name], tmp_path / "here", **options)
+    result = ckpttool.convert(sources[name], "s3://bucket/there", **options)
+    assert below(server.download("there", tmp_path / "got")) == below(tmp_path / "here")
+    assert len(streams) == count and result.file_bytes == 0
+    assert result.sent.compared_bytes == result.sent.sent_bytes
+    # What is the same is not sent again: it is compared with what is filled here.
+    streams.clear()
+    server.requests.clear()
+    again = ckpttool.convert(sources[name], "s3://bucket/there", **options, overwrite=True)
+    assert {file.status for file in again.sent.files if file.nbytes > PART} == {"unchanged"} and not streams
+    assert not [one for one in server.requests if "?partNumber" in one]
+
+
+@pytest.mark.parametrize("name", ["full.pt", "ranks", "columns"])
+def test_one_file(
+    name: str,
+    sources: dict[str, str],
+    streams: list[int],
+    server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a bucket to a bucket, too; nothing of it is on this disk."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    most = [0]
+
+    def look(request: Request) -> Fault | None:
+        found = [path.stat().st_blocks for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+        most[0] = max(most[0], sum(found) * 512)
+        return None
+
+    server.faults = [look]
+    ckpttool.convert(sources[name], tmp_path / "here.pt")
+    address = server.put("in/full.pt" if name.endswith(".pt") else "in", Path(sources[name]))
+    for src in (sources[name], address):
+        streams.clear()
+        ckpttool.convert(src, "s3://bucket/out.pt", overwrite=True)
+        assert server.get("out.pt") == (tmp_path / "here.pt").read_bytes() and len(streams) == 1
+        assert not [one for one in server.names() if "partial" in one]
+        server.put("out.pt", b"of another size")
+    assert most[0] < PART
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("kind", ["damage", "503", "expired", "replaced", "wrong"])
+def test_what_fails(
+    kind: str, to: str, sources: dict[str, str], streams: list[int], server: S3Server, tmp_path: Path
+) -> None:
+    """In the middle: an error of either side ends the other, and nothing is there, also no part."""
+    import boto3  # type: ignore[import-untyped]
+
+    data = bytearray(Path(sources["full.pt"]).read_bytes())
+    if kind == "damage":
+        data[len(data) * 2 // 3] ^= 1
+    source = tmp_path / "full.pt"
+    source.write_bytes(data)
+    dst = "s3://bucket/out.pt" if to == "torch" else "s3://bucket/out"
+
+    def decide(request: Request) -> Fault | None:
+        if "partNumber=5" in request.query:
+            if kind == "replaced":
+                source.write_bytes(data)
+            faults = {
+                "503": error(503, "SlowDown"),
+                "expired": error(403, "ExpiredToken"),
+                "wrong": Fault(damages=True),
+            }
+            return faults.get(kind)
+        return None
+
+    server.faults = [decide]
+    errors: dict[str, type[CkptError]] = {"damage": CorruptError, "replaced": ReadError}
+    with pytest.raises(errors.get(kind, RemoteError)) as raised:
+        ckpttool.convert(source, dst, to=to)
+    said = {"damage": "CRC", "503": "failed several times", "expired": "expired", "replaced": "changed while"}
+    assert said.get(kind, "is not what was sent") in raised.value.message
+    server.faults.clear()
+    assert server.names() == [] and len(streams) == 1
+    assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
