@@ -25,9 +25,29 @@ from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _SAYS = re.compile(r"<Message>([^<]*)")
-_BROKEN = re.compile(r"error decoding response body|connection (closed|reset)|incomplete message", re.I)
-_SILENT = re.compile(r"kind: Timeout|operation timed out|deadline has elapsed", re.I)
-_UNREACHABLE = re.compile(r"error sending request|tcp connect|dns error", re.I)
+_BROKEN = re.compile(
+    r"error decoding response body|response body error|connection (closed|reset)|incomplete message", re.I
+)
+_AGAIN = "run the command again"
+# What is in the text, also in the part for developers, of errors without a status; why, and what to do.
+_WITHOUT_STATUS = (
+    (
+        re.compile(r"kind: Timeout|operation timed out|deadline has elapsed", re.I),
+        "the store does not answer in time",
+        f"{_AGAIN}, or with a longer time-out: `CKPTTOOL_CLOUD_TIMEOUT=300`",
+    ),
+    (_BROKEN, "the connection broke several times", _AGAIN),
+    (
+        re.compile(r"invalid list response", re.I),
+        "the answer is not that of an object store",
+        f"check the endpoint and the proxy, and {_AGAIN}",
+    ),
+    (
+        re.compile(r"error sending request|tcp connect|dns error", re.I),
+        "the store cannot be reached",
+        f"check the network, the proxy and the endpoint, and {_AGAIN}",
+    ),
+)
 # Where a machine is asked for its role, which is last.
 _ROLES = re.compile(r"://(169\.254\.\d+\.\d+|metadata\.google\.internal)[:/]", re.I)
 _EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "RequestExpired")
@@ -106,7 +126,6 @@ def translate(error: BaseException, address: str, doing: str) -> CkptError:
 
 def _reason(error: BaseException, text: str, code: str, status: int, log_in: str) -> tuple[str | None, str | None]:
     """Return why a request failed, None where there is no such bucket, and what to do."""
-    again = "run the command again"
     shown = f" ({code or status})" if code or status else ""
     says = _SAYS.search(text)
     if _ROLES.search(str(error)):
@@ -124,17 +143,14 @@ def _reason(error: BaseException, text: str, code: str, status: int, log_in: str
     if isinstance(error, PermissionDeniedError) or status == 403:
         return f"the credentials do not allow this{shown}", log_in
     if status == 429 or status >= 500 or code == "SlowDown":
-        return f"the store has failed several times{shown}", f"wait a minute, and {again}"
+        return f"the store has failed several times{shown}", f"wait a minute, and {_AGAIN}"
     if status:
         return f"the store refused the request{shown}" + (f": {_clean(says[1])}" if says else ""), None
     if isinstance(error, ShortError):
-        return str(error), again
-    if _SILENT.search(str(error)):
-        return "the store does not answer in time", f"{again}, or with a longer time-out: `CKPTTOOL_CLOUD_TIMEOUT=300`"
-    if _BROKEN.search(text):
-        return "the connection broke several times", again
-    if _UNREACHABLE.search(str(error)):
-        return "the store cannot be reached", "check the network, the proxy and the endpoint, and run the command again"
+        return str(error), _AGAIN
+    for pattern, reason, hint in _WITHOUT_STATUS:
+        if pattern.search(text if pattern is _BROKEN else str(error)):
+            return reason, hint
     return _clean(text), None
 
 

@@ -151,7 +151,7 @@ LASTING = {
     "wrong key": (error(403, "InvalidAccessKeyId"), "credentials are not valid"),
     "denied": (error(403, "AccessDenied"), "do not allow this"),
     "elsewhere": (error(301, "PermanentRedirect"), "another region"),
-    "dropped": (Fault(drops=True), "connection broke|cannot be read"),
+    "dropped": (Fault(drops=True), "the connection broke several times"),
     "refused": (Fault(refuses=True), "cannot be reached|connection broke"),
     "412": (error(412, "PreconditionFailed"), "changed while it was being read"),
 }
@@ -176,6 +176,13 @@ def test_what_does_not_pass_is_said(
     for secret in ("AKIDOFTESTS", "s3cretOfTests", "127.0.0.1"):
         assert secret not in f"{raised.value} {raised.value.facts}"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["model.pt"]
+
+
+def test_a_listing_that_is_none(server: S3Server, tmp_path: Path) -> None:
+    model(server, tmp_path)
+    server.faults = [lambda request: Fault(changes="list-type" in request.query)]
+    with pytest.raises(RemoteError, match="the answer is not that of an object store"):
+        ckpttool.inspect("s3://bucket/run")
 
 
 def test_wrong_bytes_are_found_by_the_checksums_of_the_file(server: S3Server, tmp_path: Path) -> None:
