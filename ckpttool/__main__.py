@@ -8,7 +8,23 @@ if not __package__:
     # library and of torch.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ckpttool.cli.app import main
+
+def main() -> None:
+    """`ckpttool`, as the shell calls it. What a command imports takes a while, in which it can be interrupted, too."""
+    from ckpttool.cli.signals import Terminated, catch_signals
+    from ckpttool.errors import INTERRUPTED, TERMINATED
+
+    catch_signals()
+    try:
+        from ckpttool.cli.app import main as run
+
+        run()
+    except KeyboardInterrupt as stop:
+        # No command has begun yet.
+        word, code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        sys.stderr.write(f"{word}, nothing was written\n")
+        sys.exit(code)
+
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""The command line's entry point: the commands, `--version` and shell completion."""
+"""The command line: the commands, `--version` and shell completion."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from importlib import import_module
 from typing import Any
 
 from ckpttool.cli.completion import VARIABLE
-from ckpttool.cli.error_messages import ErrorPrinter, exit_code_of
+from ckpttool.cli.error_messages import exit_code_of
 from ckpttool.cli.options import InstallCompletion, ShowCompletion, Version
 from ckpttool.cli.parsing import CommandGroup, app, command, register_shells
-from ckpttool.cli.signals import catch_signals
 from ckpttool.errors import INTERRUPTED, TERMINATED
 
 _MMAP_THRESHOLD, _LARGE_BLOCK = -3, 1 << 20  # `mallopt`: blocks from so many bytes on are mapped, one by one
@@ -130,8 +129,7 @@ def _exit_at_once(code: object) -> None:
 
 
 def main() -> None:
-    """`ckpttool`, as the shell calls it."""
-    catch_signals()
+    """Run the command of `sys.argv`, and end in its exit code."""
     collect_rarely()
     calculate_on_one_thread()
     return_large_blocks()
@@ -149,9 +147,6 @@ def main() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         application()()
-    except KeyboardInterrupt as stop:
-        # No command has begun yet.
-        sys.exit(ErrorPrinter([]).stopped(stop))
     except SystemExit as stop:
         if stop.code in (INTERRUPTED, TERMINATED):
             # A thread may be in the middle of importing torch, whose own threads abort an ordinary exit.

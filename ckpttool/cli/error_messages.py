@@ -121,7 +121,7 @@ class ErrorPrinter:
         return self._print("error: ", error.kind, error.message, error.hint, error.exit_code, error.facts)
 
     def stopped(self, stop: KeyboardInterrupt) -> int:
-        """ErrorPrinter a signal. Return the exit code."""
+        """Report a signal. Return the exit code."""
         kind, exit_code = ("terminated", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
         if err().is_terminal and not self._json:
             err().write("\n")  # behind the `^C` that the terminal shows
@@ -155,6 +155,10 @@ class ErrorPrinter:
                 if hint:
                     terminal.paragraph(hint, mark=dim("hint: "), indent=6)
             terminal.flush()
-        except (ReaderGone, StorageError):
-            pass  # the stream is closed or full, and there is no other
+        except ReaderGone:
+            pass
+        except StorageError:
+            if self._json:  # stdout is full or closed, and stderr may not be
+                self._json = False
+                return self._print(title, kind, message, hint, exit_code, facts)
         return exit_code

@@ -12,7 +12,7 @@ from ckpttool.formats import CHECKPOINTS, FORMATS
 from ckpttool.serialization import torch_zip
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
-from ckpttool.text import cut, size, some
+from ckpttool.text import cut, safe, size, some
 
 _SHOWN = 4
 _TAR = 257  # where a tar archive says that it is one
@@ -29,6 +29,8 @@ def detect(location: Location) -> Format:
         location.entries()
     elif kind == "file":
         location.check_readable()
+        if not location.size():
+            raise ReadError(f"`{location}` is empty", hint=_INCOMPLETE, file=location)
     elif not is_pattern:
         raise ReadError(f"`{location}`: a pipe or a device, neither a file nor a directory", file=location)
     for row in FORMATS:
@@ -49,12 +51,11 @@ def _unknown_pattern(path: str, location: Location) -> ReadError:
 
 def _unknown_file(location: Location) -> CkptError:
     head = location.head(_HEAD)
-    if not head:
-        return ReadError(f"`{location}` is empty", hint=_INCOMPLETE, file=location)
     if location.head(_TAR + 5)[_TAR:] == b"ustar":
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
-    if _ONNX.match(head):
-        return ReadError(f"`{location}`: an ONNX model, by its first bytes", hint=_OTHER, file=location)
+    for pattern, what in ((_ONNX, "an ONNX model"), (_MSGPACK, "a msgpack file, as Flax writes")):
+        if pattern.match(head):
+            return ReadError(f"`{location}`: {what}, by its first bytes", hint=_OTHER, file=location)
     nbytes = location.size()
     if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
         return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=_OTHER, file=location)
@@ -64,6 +65,9 @@ def _unknown_file(location: Location) -> CkptError:
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(_HEAD)
     for begins, what, hint in _OTHER_FILES:
         if low.startswith(begins):
+            if hint == _UNZIP:  # the name of its first file says what it is
+                name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
+                what += f" (`{safe(name)}`, ...)"
             return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
     line = _as_text(head)
     shown = f"a text that begins `{cut(line, 40)}`" if line else f"{size(nbytes)} that begin with {head[:8].hex(' ')}"
@@ -102,7 +106,11 @@ def _unknown_directory(location: Location) -> ReadError:
         return ReadError(f"`{location}`: a checkpoint of TensorFlow, by its names", hint=_OTHER, file=location)
     more = ", ..." if len(names) > _SHOWN else ""
     text = f"`{location}`: contains no checkpoint of a known format ({', '.join(names[:_SHOWN])}{more})"
-    return ReadError(text, hint=_marks(), file=location)
+    downloads = location / _DOWNLOADS
+    if downloads.is_dir() and any(name.endswith(".incomplete") for name in downloads.names()):
+        return ReadError(text, hint="a download has not ended: run it again", file=location)
+    is_model = not _OF_MODELS.isdisjoint(names)
+    return ReadError(text, hint="its weights are somewhere else, or missing" if is_model else _marks(), file=location)
 
 
 def found_inside(location: Location, names: list[str]) -> ReadError:
@@ -125,6 +133,9 @@ _PAGE = "the download was refused or went astray: look at it in a text editor"
 _OTHER = "it is no PyTorch checkpoint, and is not read"
 
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
+_MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
+_DOWNLOADS = ".cache/huggingface/download"  # where `hf download DIR` keeps what it has begun
+_OF_MODELS = {"config.json", "tokenizer.json", "tokenizer_config.json"}  # which lie beside weights
 _ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
 # The first bytes, in lower case and without white space; what such a file is, and a hint.
 _OTHER_FILES = (
@@ -133,7 +144,7 @@ _OTHER_FILES = (
     (b"<!doctype html", "a web page", _PAGE),
     (b"<html", "a web page", _PAGE),
     (b"<?xml", "an XML document", _PAGE),
-    (b"{", "a JSON document", "name the checkpoint beside it, or the directory that it is in"),
+    (b"{", "a JSON document", _PAGE),
     (b"\x1f\x8b", "compressed with gzip", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
     (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
@@ -144,6 +155,9 @@ _OTHER_FILES = (
     (b"\x89hdf\r\n", "an HDF5 file, as Keras writes", _OTHER),
     (b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
     (b"\x89png", "a picture", _OTHER),
+    (b"\xff\xd8\xff", "a picture", _OTHER),
+    (b"par1", "a Parquet file, as data sets are", _OTHER),
+    (b"sqlite format 3", "an SQLite database", _OTHER),
     (b"%pdf", "a PDF", _OTHER),
     (b"\x7felf", "a program", _OTHER),
     (b"#!", "a script", "name the checkpoint that it writes"),

@@ -61,6 +61,7 @@ class Pool:
         self._doing = "write" if writing else "read"
         self._open: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def use(self, path: str) -> _Use:
         """Return a context manager for the descriptor of `path`. An OSError in its block becomes a `CkptError`."""
@@ -90,6 +91,8 @@ class Pool:
     def put_back(self, entry: _Entry) -> None:
         with self._lock:
             entry.users -= 1
+        if self._is_closed:
+            self.close()
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
@@ -175,10 +178,12 @@ class Pool:
             start_writing(fd)
 
     def close(self) -> None:
+        """Close the files. One that another thread is reading is closed when it has been read: its descriptor could be
+        that of another file by then."""
         with self._lock:
-            for entry in self._open.values():
-                os.close(entry.descriptor)
-            self._open.clear()
+            self._is_closed = True
+            for path in [path for path, entry in self._open.items() if not entry.users]:
+                os.close(self._open.pop(path).descriptor)
 
 
 class _Entry:
@@ -221,13 +226,15 @@ class _Use:
         return self._entry.descriptor
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._pool.put_back(self._entry)
-        if isinstance(error, OSError):
-            raise from_os_error(error, self._path, self._doing) from None
-        # Also where the read itself failed: a file that was cut meanwhile is not a damaged one.
-        if self._entry.version is not None and (error is None or isinstance(error, CorruptError)):
-            with os_errors(self._path, self._doing):
-                self._entry.check(self._path)
+        try:
+            if isinstance(error, OSError):
+                raise from_os_error(error, self._path, self._doing) from None
+            # Also where the read itself failed: a file that was cut meanwhile is not a damaged one.
+            if self._entry.version is not None and (error is None or isinstance(error, CorruptError)):
+                with os_errors(self._path, self._doing):
+                    self._entry.check(self._path)
+        finally:
+            self._pool.put_back(self._entry)
 
 
 class _Stream(io.RawIOBase):

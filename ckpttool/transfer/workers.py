@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
@@ -100,7 +101,13 @@ class Workers(Generic[K]):
         """Start a call of a function of a module."""
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_run, args=(theirs, call, dict(arguments)), daemon=True)
-        process.start()
+        resource_tracker.ensure_running()  # which would end the blocking of Ctrl-C
+        # Of the terminal, which this process gets too: a starting interpreter would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._running.append(_Running(key, process, ours))
 

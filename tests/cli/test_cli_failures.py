@@ -217,6 +217,18 @@ ckpttool.inspect = sleep
 """
 
 
+# A module that is long in coming, as one of a network drive.
+SLOW_TO_START = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "ckpttool.cli.parsing":
+            print("started", file=sys.stderr, flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Slow())
+"""
+
+
 @pytest.mark.parametrize(
     ("number", "code", "says"),
     [(signal.SIGINT, 130, "interrupted, nothing was written\n"),
@@ -236,6 +248,15 @@ def test_signals(number: signal.Signals, code: int, says: str, as_json: bool) ->
         assert (stdout, stderr) == ("", says)
 
 
+def test_a_signal_before_the_command_has_begun() -> None:
+    process = spawn("inspect", "x", code=SLOW_TO_START)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=300) == ("", "interrupted, nothing was written\n")
+    assert process.returncode == 130
+
+
 def test_a_reader_who_leaves_early_is_no_error(tmp_path: Path) -> None:
     """More than a pipe holds, so that it is the writing that fails and not the last flush."""
     torch.save({f"tensor_number_{i}": torch.ones(1) for i in range(5000)}, tmp_path / "many.pt")
@@ -249,9 +270,10 @@ def test_a_reader_who_leaves_early_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
-def test_a_full_stdout_is_an_error() -> None:
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_stdout_is_an_error(flags: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
-        process = spawn("inspect", FULL, stdout=full)
+        process = spawn("inspect", FULL, *flags, stdout=full)
         assert process.communicate(timeout=300)[1] == "error: the output cannot be written: no space left on device\n"
     assert process.returncode == 7
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,43 @@ def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monke
     done = run(*words.split())
     assert done.exit_code in (2, 3, 6) and MISTAKES[words] in done.stderr, done.stderr
     assert sorted(os.listdir()) == ["full.pt", "runs", "step.tar"] and os.listdir("runs") == ["step-2"]
+
+
+# Files and directories that are no checkpoints: what is in them, and what is said.
+OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
+    "an empty file": ({"a.safetensors": b""}, "error: `a.safetensors` is empty\n"),
+    "a page of errors": (
+        {"a.safetensors": b'{"error": "not found"}'},
+        "a JSON document\nhint: the download was refused",
+    ),
+    "Parquet": ({"a": b"PAR1\x15\x04"}, "a Parquet file, as data sets are\n"),
+    "SQLite": ({"a.pt": b"SQLite format 3\0"}, "an SQLite database\n"),
+    "JPEG": ({"a": b"\xff\xd8\xff\xe0"}, "`a`: a picture\n"),
+    "Flax": ({"flax_model.msgpack": b"\x81\xa6params\x80"}, "a msgpack file, as Flax writes, by its first bytes\n"),
+    "a tokenizer": ({"t/tokenizer.json": b"{}"}, "hint: its weights are somewhere else, or missing\n"),
+    "half a download": (
+        {"t/config.json": b"{}", "t/.cache/huggingface/download/a.incomplete": b"x"},
+        "hint: a download has not ended: run it again\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_no_checkpoint(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files, said = OTHERS[what]
+    for name, content in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    done = run("inspect", next(iter(files)).partition("/")[0])
+    assert done.exit_code == 3 and said in done.stderr, done.stderr
+
+
+def test_an_archive_of_something_else(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("IMG_1.jpg", b"\xff\xd8")
+    said = run("inspect", str(tmp_path / "photos.zip")).stderr
+    assert "a zip archive, but not one of torch.save (`IMG_1.jpg`, ...)\nhint: unpack it, " in said
 
 
 def test_an_empty_word_is_a_variable_that_is_not_set() -> None:

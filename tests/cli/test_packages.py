@@ -28,7 +28,7 @@ def without(packages: str, code: str, *arguments: str) -> subprocess.CompletedPr
 
 
 def ckpttool(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return without(packages, "from ckpttool.cli.app import main; main()", *arguments)
+    return without(packages, "from ckpttool.__main__ import main; main()", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_package_that_is_always_needed_is_no_bug() -> None:
 )
 def test_a_package_that_fails_to_import_is_not_called_missing(source: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "tabulate.py").write_text(source)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ckpttool.cli.app import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ckpttool.__main__ import main; main()"
     done = without("rich", code, "inspect", path_of("dcp/fsdp2_w4"))
     message = done.stderr.splitlines()[0]
     assert done.returncode == 2 and message.startswith("error: ") and reason in message, done.stderr

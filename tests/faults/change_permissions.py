@@ -42,7 +42,7 @@ def main() -> None:
 
     setattr(os, name, call)
     sys.argv[1:] = sys.argv[4:]
-    from ckpttool.cli.app import main as run
+    from ckpttool.__main__ import main as run
 
     run()
 

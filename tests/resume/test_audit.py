@@ -364,7 +364,7 @@ def test_numbers_get_names_by_shapes(tmp_path: Path) -> None:
 
 RUN = """
 import sys
-from ckpttool.cli.app import main
+from ckpttool.__main__ import main
 sys.argv = ["ckpttool", "verify-resume", "audit", *sys.argv[1:]]
 try:
     main()

@@ -107,6 +107,18 @@ def test_a_descriptor_in_use_is_not_closed(tmp_path: Path, monkeypatch: pytest.M
     assert wrong == []
 
 
+def test_a_descriptor_in_use_is_closed_when_it_is_not(tmp_path: Path) -> None:
+    """Another thread may close the pool; the number of the descriptor would be that of the next file."""
+    path = tmp_path / "a"
+    path.write_bytes(b"read")
+    pool = Pool()
+    with pool.use(str(path)) as descriptor:
+        pool.close()
+        assert os.pread(descriptor, 4, 0) == b"read"
+    with pytest.raises(OSError, match=r"[Bb]ad file descriptor"):
+        os.fstat(descriptor)
+
+
 def test_what_the_system_refuses_is_told_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ReadError, match="cannot read: no such file"):
         Pool().read(str(tmp_path / "none"), 0, 1)

@@ -35,3 +35,7 @@ def waiting(path: str, progress: Any) -> None:
         time.sleep(60)
     finally:
         Path(path).unlink()
+
+
+def blocked(progress: object) -> list[int]:
+    return sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))

@@ -36,6 +36,6 @@ def spawn(*words: str, code: str | None = None, **options: Any) -> subprocess.Po
     """`ckpttool words...` as a program. `code` is Python that is run before it, to put something in its way."""
     program = [sys.executable, "-m", "ckpttool"]
     if code is not None:
-        program = [sys.executable, "-c", f"{code}\nfrom ckpttool.cli.app import main\nmain()"]
+        program = [sys.executable, "-c", f"{code}\nfrom ckpttool.__main__ import main\nmain()"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment(), "cwd": ROOT} | options
     return subprocess.Popen([*program, *words], text=True, **options)

@@ -45,6 +45,12 @@ def test_a_process_that_is_killed_is_the_error_of_its_call() -> None:
     assert "SIGKILL" in error.message
 
 
+def test_no_interpreter_is_interrupted_while_it_starts() -> None:
+    """Ctrl-C goes to all processes of a terminal, and one that is starting would print a traceback."""
+    value, _ = ended(calls.blocked)
+    assert signal.SIGINT in value and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_calls_run_at_once_and_end_with_the_block(tmp_path: Path) -> None:
     files = [tmp_path / "a", tmp_path / "b"]
     with Workers[Path](2) as workers:

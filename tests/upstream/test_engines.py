@@ -335,7 +335,7 @@ FAILING = """
 import os, signal, sys, time
 import torch
 from ckpttool.training.reshard_engine import {module} as module
-from ckpttool.cli.app import main
+from ckpttool.__main__ import main
 from ckpttool.errors import StorageError
 how, rank = sys.argv.pop(1), os.environ["RANK"]
 real = module.{function}
@@ -441,7 +441,7 @@ def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
 def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text("import time\nfrom ckpttool.training.reshard_engine import engine\n"
-                      "from ckpttool.cli.app import main\n"
+                      "from ckpttool.__main__ import main\n"
                       "engine._save = lambda *arguments: time.sleep(600)\nmain()\n")  # fmt: skip
     out = tmp_path / "there" / "out"
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", W4, out, "--to-world", "2", "--engine", "mesh"]

@@ -163,7 +163,7 @@ def break_a_bit(folder: Path, tensor: str, file: str) -> None:
 FAILING = """
 import os, signal, sys
 from ckpttool.transfer import processes
-from ckpttool.cli.app import main
+from ckpttool.__main__ import main
 from ckpttool.errors import StorageError
 how, rank = sys.argv.pop(1), os.environ["RANK"]
 fill = processes.transfer
@@ -217,7 +217,7 @@ def test_a_rank_that_fails_takes_all_with_it(tmp_path: Path, how: str, expected:
 def started_otherwise(tmp_path: Path, words: list[object], of_rank_1: list[object]) -> tuple[int, str, list[str]]:
     script = tmp_path / "otherwise.py"
     script.write_text(
-        "import json, os, sys\nfrom ckpttool.cli.app import main\n"
+        "import json, os, sys\nfrom ckpttool.__main__ import main\n"
         "sys.argv[1:] = json.loads(sys.argv[1])[os.environ['RANK'] == '1']\nmain()\n"
     )
     both = json.dumps([[*map(str, words)], [*map(str, of_rank_1)]])
@@ -248,7 +248,7 @@ def test_ranks_with_other_arguments_or_another_source_do_nothing(tmp_path: Path)
 DYING = """
 import os, signal
 from ckpttool.transfer import processes
-from ckpttool.cli.app import main
+from ckpttool.__main__ import main
 processes._DEAD_AFTER = 4.0
 imported = processes._SharedWork.exchange
 def dying(self, name, value):
@@ -285,7 +285,7 @@ def test_a_rank_that_dies_before_the_group_is_made_is_missed(tmp_path: Path) -> 
 @pytest.mark.long
 def test_a_signal_to_torchrun_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
-    script.write_text("import time\nfrom ckpttool.transfer import processes\nfrom ckpttool.cli.app import main\n"
+    script.write_text("import time\nfrom ckpttool.transfer import processes\nfrom ckpttool.__main__ import main\n"
                       "processes.transfer = lambda *arguments, **options: time.sleep(600)\nmain()\n")  # fmt: skip
     out = tmp_path / "there" / "out"
     command = [*TORCHRUN, "--nproc-per-node", "2", script, "reshard", SOURCE, out, "--to-world", "2"]
@@ -307,7 +307,7 @@ class Signals:
         if name == "numpy.linalg" and "torch" in sys.modules:
             os.kill(os.getpid(), signal.SIGTERM)
 sys.meta_path.insert(0, Signals())
-from ckpttool.cli.app import main
+from ckpttool.__main__ import main
 main()
 """
 

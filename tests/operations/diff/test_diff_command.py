@@ -138,7 +138,7 @@ def test_what_a_name_can_do_to_a_terminal(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(two: tuple[Path, Path]) -> None:
     code = (
-        "import sys\nfrom ckpttool.cli.app import main\nsys.argv = ['ckpttool', *sys.argv[1:]]\n"
+        "import sys\nfrom ckpttool.__main__ import main\nsys.argv = ['ckpttool', *sys.argv[1:]]\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    print(stop.code, 'torch' in sys.modules, file=sys.stderr)"
     )
     words = [sys.executable, "-c", code, "diff", *map(str, two)]

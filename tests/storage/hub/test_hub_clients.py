@@ -64,6 +64,6 @@ def test_an_old_client_is_told(tmp_path: Path) -> None:
     """The same, with a package of that name that has nothing of what is needed."""
     (tmp_path / "huggingface_hub").mkdir()
     (tmp_path / "huggingface_hub" / "__init__.py").write_text("__version__ = '0.36.0'\n")
-    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ckpttool.cli.app import main; sys.exit(main())"
+    program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from ckpttool.__main__ import main; sys.exit(main())"
     done = run(sys.executable, "-c", program, tmp_path, "inspect", "hf://org/name")
     assert done.returncode == 2 and TOO_OLD in done.stderr and "pip install -U huggingface_hub" in done.stderr
