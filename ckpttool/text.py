@@ -54,8 +54,8 @@ def duration(seconds: float) -> str:
 
 
 def with_rate(seconds: float, nbytes: float) -> str:
-    """Return `0.04 s`, or `12 s, 1.2 GB/s` of what takes long enough to have a rate."""
-    return duration(seconds) + (f", {size(nbytes / seconds)}/s" if seconds >= 1 else "")
+    """Return `0.04 s`, or `12 s, 1.2 GB/s` of what is enough to have a rate."""
+    return duration(seconds) + (f", {size(nbytes / seconds)}/s" if seconds >= 1 and nbytes >= 1_000_000 else "")
 
 
 def plural(n: int, word: str) -> str:
@@ -85,12 +85,13 @@ def parse_size(text: str, flag: str) -> int:
 
 
 def near_names(name: str, names: Sequence[str], most: int = 3) -> list[str]:
-    """Return the names most like `name`: those that end in it or hold it first, then by spelling."""
+    """Return the names most like `name`: those in other case, that end in it or hold it first, then by spelling."""
     import difflib
 
+    same = [n for n in names if n.lower() == name.lower() and n != name]
     ends = [n for n in names if n.endswith("." + name)]
     holds = [n for n in names if name in n and n not in ends]
-    return (ends + holds or difflib.get_close_matches(name, names, most))[:most]
+    return (same or ends + holds or difflib.get_close_matches(name, names, most))[:most]
 
 
 def meant(name: str, names: Sequence[str], otherwise: str) -> str:

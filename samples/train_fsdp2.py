@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--strategy", default="auto", choices=["auto", "parallel", "broadcast"])
     options = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("start it with torchrun: torchrun --nproc-per-node 2 train_fsdp2.py ...")
     device = torch.device("cpu")
     if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one for each rank of this node
         device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))

@@ -33,8 +33,11 @@ def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
 
 
 def several(value: str | Sequence[str]) -> Sequence[str]:
-    """Return a string as a sequence of one, and any other sequence as it is."""
-    return (value,) if isinstance(value, str) else value
+    """Return a string as a sequence of one, and any other sequence as it is. Raises UsageError for what is no text."""
+    values = [value] if value is None or isinstance(value, str) else value
+    if wrong := [one for one in values if not isinstance(one, str)]:
+        raise UsageError(f"names and patterns are of type `str`, not `{type(wrong[0]).__name__}`")
+    return values
 
 
 def rule(text: str, flag: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,7 +121,8 @@ def reworded(error: Any, context: Any, words: list[str]) -> UsageError:
     hint = f"`{command} --help` shows what it takes"
     if hasattr(error, "possibilities"):
         message = f"`{command}` has no option `{error.option_name}`"
-        hint = _option_meant(error.option_name, context, words) or hint
+        named = next((word for word in words if word.startswith("-") and os.path.lexists(word)), None)
+        hint = f"write `./{named}`" if named else _option_meant(error.option_name, context, words) or hint
     elif extra := _EXTRA.fullmatch(message.rstrip(".")):
         message = f"too many arguments: `{extra[1]}`"
         hint = _extra_meant(extra[1].split(" ")[0], context.command, words) or (
@@ -151,6 +153,8 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
         return "`hf://org/name` as DST writes to the Hub"
     if word in ("step", "checkpoint-step", "iteration"):
         return "name the directory of the step, such as `run7/step-500`"
+    if word in ("html", "page"):
+        return "`ckpttool report` writes the statistics of a checkpoint as one HTML file"
     if word in ("revision", "branch"):
         return "the revision is part of the address: `hf://org/name@REVISION`"
     if why := _NOT_NEEDED.get(word):
@@ -169,7 +173,7 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         return f"`{dashed}` begins with a dash that is no hyphen: write `{flag}`"
     if extra.isdecimal() and "--to-world" in options:
         return f"did you mean `--to-world {extra}`?"
-    if "--to" in options and (name := next((word for word in words if word in _formats()), None)):
+    if "--to" in options and "--to" not in words and (name := next((one for one in words if one in _formats()), None)):
         return f"did you mean `--to {name}`?"
     at = words.index(extra) if extra in words else 0
     flag, value = words[at - 2 : at] if at >= 2 else ("", "")
@@ -252,6 +256,8 @@ def command_meant(name: str, names: list[str], command: str) -> str:
     near = near_names(word, names)
     if meant := _SYNONYMS.get(word) or (f"`{near[0]}`" if near else None):
         return f"did you mean {meant}?"
+    if "run" in names and shutil.which(name):
+        return f"the command to run comes behind `run --`: `{command} run -- {name} ...`"
     if os.path.lexists(name) or is_remote(name):
         return f"the command comes first: `{command} {names[0]} {name}`"
     return f"`{command} --help` lists the commands"

@@ -12,6 +12,7 @@ already is judged before anything is done for it:
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -86,6 +87,8 @@ def batch(
         raise UsageError(f"`--jobs {jobs}` is less than 1", found=jobs)
     sources = [path_text(one) for one in ([src] if isinstance(src, str | os.PathLike) else src)]
     part, dst = share_of(shard), path_text(dst)
+    if wrong := [one for one in re.findall(r"\{\w*\}", dst) if one not in ("{step}", "{name}")]:
+        raise UsageError(f"`{dst}` has `{wrong[0]}` in it", hint="`{step}` and `{name}` are filled in", found=wrong[0])
     result = Batch(command, dst, shard=f"{part.index}/{part.count}" if part.count > 1 else None)
     with coordinated() as coordinator:
         passed = {"sources": sources, "dst": dst, "new": new, "watch": watch, "shard": shard}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import PurePath
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
 from ckpttool.formats import dcp, deepspeed, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
-from ckpttool.text import meant
+from ckpttool.text import meant, near_names
 
 # Rank files are torch.save files too, and recognised by more than that: they come first.
 CHECKPOINTS: tuple[Format, ...] = (
@@ -77,6 +78,8 @@ def writable(name: str | None, dst: str) -> Format:
         if suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
             stem = dst.removesuffix(suffix)
             hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"
+        elif near := near_names(PurePath(dst).suffix or "/", [one for row in CHECKPOINTS for one in row.suffixes], 1):
+            hint = f"did you mean `{PurePath(dst).with_suffix(near[0])}`? Else {hint}"
         raise UsageError(f"cannot infer the output format from `{dst}`", hint=hint)
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")

@@ -54,7 +54,10 @@ class Subtree(Mapping[str, Any]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            text = f"`{type(self).__name__}` has no attribute `{name}`: `.state_dict()` reads it into tensors of torch"
+            # Not by `in`, which needs attributes that an object that is being unpickled does not have yet.
+            is_name = any(one == name or one.startswith(f"{name}.") for one in vars(self).get("_names", ()))
+            how = f'`["{name}"]` is what has this name' if is_name else "`.state_dict()` reads it into tensors of torch"
+            text = f"`{type(self).__name__}` has no attribute `{name}`: {how}"
             raise AttributeError(text, name=name, obj=self)
 
     def __getitem__(self, name: str | Path) -> Any:

@@ -234,7 +234,8 @@ def _facts(result: Diff) -> Iterator[tuple[str, str | None]]:
         yield title, ", ".join((side.format + ranks, *numbers))
     yield "changed", result.changed
     values = f"{size(result.payload_bytes)} of values, {f'by {result.within}' if result.within else 'bitwise'}"
-    yield "compared", f"{plural(result.matched, 'name')}, {values}"
+    others = [f"{len(names):,} only in {side}" for side, names in (("A", result.only_a), ("B", result.only_b)) if names]
+    yield "compared", "; ".join((f"{plural(result.matched, 'name')}, {values}", *others))
     yield "time", with_rate(result.seconds, result.payload_bytes)
 
 

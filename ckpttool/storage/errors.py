@@ -57,6 +57,14 @@ def not_expanded(path: str) -> str | None:
     return f"no shell has expanded the `~`: write `{expanded}`"
 
 
+def of_windows(path: str) -> str | None:
+    """Return the hint for a path of Windows, such as `D:\\runs`; None for any other."""
+    if (drive := _DRIVE.fullmatch(path)) is None:
+        return None
+    rest = drive[2].replace("\\", "/")
+    return f"drives of Windows are elsewhere here: in WSL, it is `/mnt/{drive[1].lower()}/{rest}`"
+
+
 def hub_address(path: str) -> str | None:
     """Return `hf://org/name` for a path `org/name` of which there is nothing on this machine; None for any other."""
     is_one = _REPOSITORY.fullmatch(path) and not os.path.lexists(path.partition("/")[0])
@@ -84,9 +92,8 @@ def _meant(path: str) -> str | None:
         return f"write `hf://{remote[1]}`"
     if os.path.exists(slashed := path.replace("\\", "/")) and slashed != path:
         return f"did you mean `{slashed}`?"
-    if drive := _DRIVE.fullmatch(path):
-        rest = drive[2].replace("\\", "/")
-        return f"drives of Windows are elsewhere here: in WSL, it is `/mnt/{drive[1].lower()}/{rest}`"
+    if hint := of_windows(path):
+        return hint
     if os.path.basename(path) in _NEWEST and os.path.isdir(above := os.path.dirname(path)):
         return f"`{above}` alone stands for the newest checkpoint in it"
     near = [f"`{one}`" for one in _near(path)]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import files, remnants, workspace
-from ckpttool.storage.errors import from_os_error, not_expanded, os_errors
+from ckpttool.storage.errors import from_os_error, not_expanded, of_windows, os_errors
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import Location, is_remote
 
@@ -166,6 +166,8 @@ def _check_free(dst: str, *, overwrite: bool, is_file: bool) -> None:
         )
     if hint := not_expanded(dst):
         raise UsageError(f"`{dst}`: there is no directory `{dst.partition('/')[0]}`", hint=hint)
+    if hint := of_windows(dst):
+        raise UsageError(f"`{dst}` is a path of Windows", hint=hint)
     if os.path.ismount(os.path.realpath(dst)):
         message = f"`{dst}` is where a file system is mounted, which cannot be replaced"
         raise UsageError(message, hint=f"name a directory in it: `{dst.rstrip('/')}/NAME`")

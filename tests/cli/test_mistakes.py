@@ -51,6 +51,15 @@ MISTAKES = {
     "convert full.pt o --revision main": "hint: the revision is part of the address: `hf://org/name@REVISION`",
     "convert full.pt o --step 500": "hint: name the directory of the step, such as `run7/step-500`",
     "export full.pt --push-to-hub org/name": "hint: `hf://org/name` as DST writes to the Hub",
+    "stats full.pt --html o.html": "hint: `ckpttool report` writes the statistics of a checkpoint as one HTML file",
+    "inspect -full.pt": "hint: write `./-full.pt`",
+    "inspect FULL.PT": "hint: did you mean `full.pt`?",
+    "convert full.pt o --to DCP": "hint: did you mean `dcp`?",
+    "convert full.pt o.safetensor": "hint: did you mean `o.safetensors`? Else pass `--to dcp`",
+    "convert full.pt D:\\o.pt": "hint: drives of Windows are elsewhere here: in WSL, it is `/mnt/d/o.pt`",
+    "convert full.pt runs o --to dcp": "hint: `ckpttool convert SRC DST` is all; ",
+    "batch convert full.pt o/{stp}": "hint: `{step}` and `{name}` are filled in",
+    "verify-resume python3 train.py": "hint: the command to run comes behind `run --`: `ckpttool verify-resume run -- ",
     "inspect full.pt --map-location cpu": "hint: leave it out: no device is used",
     "clean . --force": "hint: did you mean `--yes`?",
     "convert full.pt o --overwrite=yes": "hint: write `--overwrite` alone",
@@ -94,7 +103,10 @@ def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monke
     with tarfile.open("step.tar", "w") as archive:
         archive.add("full.pt")
     (tmp_path / "runs/step-2").mkdir(parents=True)
+    if "-full.pt" in words:
+        os.rename("full.pt", "-full.pt")
     done = run(*words.split())
+    Path("-full.pt").exists() and os.rename("-full.pt", "full.pt")
     assert done.exit_code in (2, 3, 6) and MISTAKES[words] in done.stderr, done.stderr
     assert sorted(os.listdir()) == ["full.pt", "runs", "step.tar"] and os.listdir("runs") == ["step-2"]
 
@@ -155,6 +167,11 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         (lambda: ckpttool.convert({}, tmp_path / "x"), "hint: save it first, by `torch.save` or `ckpttool.save`"),
         (lambda: ckpttool.open([path]), "hint: pass one path, or a pattern of the files of one step"),
         (lambda: ckpttool.open(path.open("rb")), "hint: pass the path of the file"),
+        (
+            lambda: ckpttool.convert(path, tmp_path / "x", only=[None]),
+            "names and patterns are of type `str`, not `None",
+        ),
+        (lambda: ckpttool.convert(path, tmp_path / "x", drop=None), "names and patterns are of type `str`, not `None"),
         (lambda: ckpttool.inspect(os.fsencode(path)), "a path is a `str` or a `pathlib.Path`, not `bytes`"),
         (
             lambda: ckpttool.convert(path, tmp_path / "x", to="dcp", to_world="4"),
@@ -172,6 +189,8 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
                 ckpt["model.embed.weight"][index]
         with pytest.raises(TypeError, match="a name is a string"):
             ckpt[0]
+        with pytest.raises(AttributeError, match=r"no attribute `model`: `\[\"model\"\]` is what has this name"):
+            ckpt.model  # noqa: B018
         with pytest.raises(AttributeError, match=r"no attribute `to`: `.state_dict\(\)` reads it"):
             ckpt["model"].to("cuda")
         with pytest.raises(AttributeError, match=r"no attribute `mean`: `.torch\(\)` or `.numpy\(\)` reads it first"):

@@ -175,14 +175,16 @@ class Diff(Result):
 
     @property
     def changed(self) -> str:
-        """What differs in one sentence: `29 of 201 tensors, all in the part optimizer; ...`; empty if nothing does."""
+        """What differs of the names that both have: `29 of 201 tensors, all in the part optimizer; ...`; else empty."""
         names = {tensor.name for tensor in self.tensors}
         objects = {entry.name for entry in self.objects}
         changed = []
         if names:
-            changed.append(f"{len(names):,} of {plural(self.a.tensor_count, 'tensor')}")
+            common = self.a.tensor_count - sum(entry.dtype is not None for entry in self.only_a)
+            changed.append(f"{len(names):,} of {plural(common, 'tensor')}")
         if objects:
-            changed.append(f"{len(objects):,} of {plural(self.a.object_count, 'object')}")
+            common = self.a.object_count - sum(entry.dtype is None for entry in self.only_a)
+            changed.append(f"{len(objects):,} of {plural(common, 'object')}")
         if not changed:
             return ""
         lists: list[list[Any]] = [self.tensors, self.objects, self.only_a, self.only_b]

@@ -45,7 +45,7 @@ def _head(location: Location, nbytes: int) -> bytes:
 def open_array(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a `.npy` file, whose one tensor has no name. Raises CorruptError when it is cut."""
     size = location.size()
-    catalogue = Catalogue("npy", [File(location, location.name, size)], facts={"layout": "npy"})
+    catalogue = Catalogue("npy", [File(location, location.name, size)])
     head = location.head(numpy_arrays.MAX_HEADER)
     catalogue.add(_tensor((), head, f"`{location}`", Extent(0, 0, size)))
     catalogue.warnings.append(Warning("no-checksum", "a .npy file has no checksum: what it holds cannot be checked"))
@@ -83,7 +83,7 @@ class _Bounded:
 
 def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a `.npz` file. Raises CorruptError when it is cut or contradicts itself."""
-    catalogue = Catalogue("npz", [File(location, location.name, location.size())], facts={"layout": "npz"})
+    catalogue = Catalogue("npz", [File(location, location.name, location.size())])
     inflated = _Inflated(catalogue)
     try:
         with location.open() as stream:

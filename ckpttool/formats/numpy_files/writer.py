@@ -38,7 +38,7 @@ def create_array(location: Location, planned: Catalogue, options: SinkOptions) -
     """Create a `.npy` file of full size with a hole for the elements."""
     tensor = planned.tensor(())
     head = numpy_arrays.header(tensor.dtype, tensor.shape)
-    created = Catalogue("npy", [File(location, location.name, len(head) + tensor.nbytes)], facts={"layout": "npy"})
+    created = Catalogue("npy", [File(location, location.name, len(head) + tensor.nbytes)])
     created.add(_placed(tensor, Extent(0, len(head), tensor.nbytes)))
     location.create(created.files[0].size)
     _write(location, [(0, head)])
@@ -52,7 +52,7 @@ def create_archive(location: Location, planned: Catalogue, options: SinkOptions)
     sizes = tuple(len(head) + tensor.nbytes for head, tensor in zip(heads, tensors.values(), strict=True))
     layout = torch_zip_writer.lay_out_records("", tuple(tensors), sizes, heads, dict(enumerate(tensors)))
     torch_zip_writer.write(layout, location)
-    created = Catalogue("npz", [File(location, location.name, layout.size)], facts={"layout": "npz"})
+    created = Catalogue("npz", [File(location, location.name, layout.size)])
     begins: dict[int, bytes] = {}
     for (name, member), head in zip(layout.storages.items(), heads, strict=True):
         begins[member.offset] = head

@@ -69,7 +69,7 @@ class _Content:
             data = pickle_payloads.without_payloads(read, size)
         except CorruptError as error:
             raise error.prefixed(self._name) from None
-        catalogue.facts |= {"layout": "pickle", "protocol": data[1] if data[:1] == b"\x80" else 0}
+        catalogue.facts |= {"protocol": data[1] if data[:1] == b"\x80" else 0}
         answer = pickle_payloads.answer if b"Q" in data else None
         tree = unpickler.load(data, what=self._name, known=self._known(), persistent=answer)
         if answer is not None or b"_reconstruct" in data:

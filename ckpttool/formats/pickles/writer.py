@@ -105,7 +105,7 @@ def create_pickle(location: Location, planned: Catalogue, options: SinkOptions) 
         places[hole.path] = end + shift
         at, shift = end, shift + hole.nbytes
     pieces.append((at + shift, code[at:]))
-    facts = {"layout": "pickle", "protocol": code[1]}
+    facts = {"protocol": code[1]}
     created = Catalogue("pickle", [File(location, location.name, len(code) + shift)], facts=facts)
     created.containers = dict(planned.containers)
     for entry in planned.entries.values():

@@ -236,6 +236,14 @@ def steps(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a.pt", tmp_path / "b.pt"
 
 
+def test_what_one_side_lacks_is_not_counted_as_compared(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "s": 1, "t": 2}, tmp_path / "a.pt")
+    torch.save({"a": torch.zeros(2), "b": torch.ones(2), "d": torch.ones(3), "s": 3}, tmp_path / "b.pt")
+    said = run("diff", tmp_path / "a.pt", tmp_path / "b.pt").stdout
+    assert "1 of 2 tensors and 1 of 1 object" in said
+    assert "compared  3 names, 16 B of values, bitwise; 2 only in A; 1 only in B\n" in said
+
+
 def test_what_changed_most_comes_first(steps: tuple[Path, Path]) -> None:
     document = json.loads(run("diff", *steps, "--json").stdout)
     a, b = (torch.load(path, weights_only=True)["model"] for path in steps)
