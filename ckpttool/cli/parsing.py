@@ -193,9 +193,16 @@ class Command(TyperCommand):
                 shown = [path_text(path) if isinstance(path, str) else path for path in paths]
                 context.params[param.name] = shown if isinstance(value, (list, tuple)) else shown[0]
 
+    def check_forms(self, context: Any) -> None:
+        """Raise UsageError for two forms of the same answer: stdout has one."""
+        forms = {"as_json": "--json", "as_csv": "--csv", "as_md": "--md"}
+        if len(given := [f"`{flag}`" for name, flag in forms.items() if context.params.get(name)]) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other", hint="pass one of them")
+
     def invoke(self, context: Any) -> Any:
         # Before anything is read or run: some paths are used hours later.
         self.check_paths(context)
+        self.check_forms(context)
         # A command without `--quiet` shows what takes long by itself.
         if context.params.get("quiet", True) or not sys.stderr.isatty():
             return super().invoke(context)

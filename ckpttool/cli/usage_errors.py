@@ -61,6 +61,7 @@ _OPTIONS = {
     **dict.fromkeys(("step", "checkpoint-step", "iteration"), ("--steps",)),
     "pdf": ("--html",),
     **dict.fromkeys(("filter", "pattern", "include", "keys", "name", "names"), ("--tensors",)),
+    "only": ("--tensors",),
     **dict.fromkeys(("ignore", "skip"), ("--exclude", "--drop")),
     **dict.fromkeys(("jobs", "workers", "num-threads", "num-workers"), ("--threads",)),
     **dict.fromkeys(("tol", "tolerance", "eps"), ("--rtol", "--atol")),

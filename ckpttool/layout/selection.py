@@ -44,6 +44,8 @@ def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> No
 
 
 def _matches_nothing(message: str, text: str, names: Sequence[str]) -> UsageError:
+    if any(name.startswith(f"{text}.") for name in names):
+        return UsageError(message, hint=f"a pattern is of whole names: did you mean `'{text}.*'`?")
     example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
     return UsageError(message, hint=meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them"))
 
