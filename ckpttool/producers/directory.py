@@ -30,12 +30,17 @@ class Directory:
         self._folders: dict[str, Directory] = {}
         self._sizes: dict[str, int] = {}
         self._json: dict[str, Any] = {}
-        self.names = sorted(entry.name + ("/" if entry.is_dir else "") for entry in self.path.entries())
+        entries = [entry for entry in self.path.entries() if not (entry.is_dir and self._is_above(entry.name))]
+        self.names = sorted(entry.name + ("/" if entry.is_dir else "") for entry in entries)
         self._names = frozenset(self.names)
         self.unseen: dict[str, CkptError] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    def _is_above(self, name: str) -> bool:
+        """Return whether a directory in it is a link to one that it lies in, of which all would be found again."""
+        return self.at(name).is_link() and self.path.real().is_below(self.at(name).real())
 
     @property
     def folders(self) -> list[str]:

@@ -144,6 +144,15 @@ def test_what_is_no_checkpoint(what: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert done.exit_code == 3 and said in done.stderr, done.stderr
 
 
+def test_a_link_upwards_is_not_looked_into(tmp_path: Path) -> None:
+    for step in (1, 2):
+        torch.save({"w": torch.ones(2), "step": step}, tmp_path / f"step_{step}.pt")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/up").symlink_to("..")
+    said = run("inspect", str(tmp_path / "runs")).stderr
+    assert "contains no checkpoint of a known format (a, up)" in said
+
+
 def test_an_archive_of_something_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("IMG_1.jpg", b"\xff\xd8")

@@ -80,7 +80,7 @@ class Audit(Result):
     parts: list[PartSummary] = field(default_factory=list)  #: parts of the training state
     checks: list[Check] = field(default_factory=list)  #: checks, one each
     values: bool | None = False  #: whether values were read; null if they are too many to be read unasked
-    values_bytes: int = 0  #: how many bytes they are
+    payload_bytes: int = 0  #: how many bytes they are
     hyperparameters: list[Hyperparameters] = field(default_factory=list)  #: those of each optimizer
     recipe: str | None = None  #: recipe whose model was built
     notes: list[str] = field(default_factory=list)  #: remarks, such as which checkpoint of a run was read
@@ -160,13 +160,13 @@ def _check(result: Audit, source: Source, values: bool | None, checks: Checks) -
         result.step = int(step) if isinstance(step, float) and step.is_integer() else step
     check_rank_values(catalogue, checks)
     tensors = tensors_with_values(catalogue, aliases)
-    result.values_bytes = sum(tensor.nbytes for tensor in tensors)
+    result.payload_bytes = sum(tensor.nbytes for tensor in tensors)
     if tensors and values is not False and not is_whole:
         checks.note("values", "not read: files are damaged")
-    elif tensors and (values is False or (values is None and result.values_bytes > VALUES_UP_TO)):
+    elif tensors and (values is False or (values is None and result.payload_bytes > VALUES_UP_TO)):
         result.values = values
         hint = "`--values` reads them and checks for NaN, infinities and negative second moments"
-        checks.note("values", f"not read: {size(result.values_bytes)}", hint=hint)
+        checks.note("values", f"not read: {size(result.payload_bytes)}", hint=hint)
     elif tensors:
         result.values = True
         check_values(tensors, source, trained_names(catalogue, optimizers), checks)
