@@ -9,7 +9,7 @@ is neither a model nor an optimizer is compared by value: an RNG state, which is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,11 +21,13 @@ from ckpttool.catalogue.entries import KINDS, Catalogue, Chunk, Entry, Extent, O
 from ckpttool.catalogue.parts import PER_RANK, find_rank
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CkptError
 from ckpttool.layout import select
 from ckpttool.layout.move import derived
 from ckpttool.layout.optimizer import respell
 from ckpttool.producers import open
+from ckpttool.serialization import numpy_arrays
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
@@ -202,14 +204,24 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(tensor: SavedTensor) -> str:
-    bits = tensor.bits
-    shape = list(tensor.shape)
-    if bits.size <= _SMALL and tensor.dtype in ("float32", "float64", "int64", "int32"):
-        return f"{tensor.dtype}{shape} {bits.view(tensor.dtype).tolist()}"
-    return f"{tensor.dtype}{shape} {hashlib.sha256(bits.data).hexdigest()}"
+    return _spelt(tensor.dtype, tensor.shape, tensor.bits)
+
+
+def _spelt(dtype: str, shape: Sequence[int], bits: Array) -> str:
+    if bits.size <= _SMALL and dtype in ("float32", "float64", "int64", "int32"):
+        return f"{dtype}{[*shape]} {bits.view(dtype).tolist()}"
+    return f"{dtype}{[*shape]} {hashlib.sha256(bits.data).hexdigest()}"
 
 
 def digested(value: Any) -> Any:
-    """Return a value as it is compared: a long one by its digest."""
+    """Return a value as it is compared: a long one by its digest, an array as a tensor."""
+    array = numpy_arrays.array_of(value) if isinstance(value, Stub) else None
+    if array is not None and array.layout.strides is None and not array.layout.codec:
+        import numpy as np
+
+        content = array.content.encode("latin1") if isinstance(array.content, str) else array.content
+        if isinstance(content, bytes) and len(content) == array.layout.nbytes:
+            dtype = array.layout.dtype
+            return _spelt(dtype.name, array.layout.shape, np.frombuffer(content, f"u{dtype.word}"))
     # `load_state_dict` gives the keys of parameter groups another order.
     return value if len(shown(value, limit=_LONG + 1)) <= _LONG else identity.key(value, ordered=False)

@@ -1,8 +1,8 @@
 """Names the causes of a difference: what differed in memory when the first step after the resume began.
 
 The state of each rank is recorded there, in A and in B, and what is said of B is read off: not restored, as it was
-built, zero, rounded, swapped, of another rank. What comes of a difference is not a cause. Averaged weights that are no
-module are not seen in a command; the first checkpoint that differs tells of them.
+built, zero, rounded, swapped, of another rank. What comes of a difference is not a cause. What a script keeps in no
+module is found by `explain`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckpttool.text import plural, some
 
 T = TypeVar("T")
 _LIMIT = 4  # values of parameter groups that are named
-# Values of a scheduler that no learning rate depends on.
-_ASIDE = ("_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
+# Values of a scheduler that no learning rate depends on; those that it is made of are schedulers, too.
+_ASIDE = ("_schedulers", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
 _TITLES = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}
 _MISSING = "missing"
 OTHER_MODULE = "module not restored"
@@ -248,10 +248,17 @@ class Causes:
         # Of a parameter whose state is gone, its count is, too.
         gone = {_owner(name) for name in self.before.kinds.keys() - self.after.kinds.keys() if ".state." in name}
         groups = [one for one in groups if not (one[2] == _MISSING and _owner(one[0]) in gone)]
+        there = {_owner(name) for name in self.after.values[0]}
+        for own, _ in _grouped(groups, lambda one: _owner(one[0])):
+            if ".param_groups." in own and own not in there:
+                message = f"parameter group {own.rpartition('.')[2]} of the optimizer is missing {self.when}"
+                yield self._finding("parameter group missing", message, [own])
+        groups = [one for one in groups if ".param_groups." not in one[0] or _owner(one[0]) in there]
         for name, was, now in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
             group, _, leaf = name.partition(".param_groups.")[2].partition(".")
             what = "the learning rate" if leaf == "lr" else f"`{leaf or name}`"
-            of = f" of parameter group {group}" if group else ""
+            root = name.partition(".")[0]
+            of = f" of parameter group {group}{f' of `{root}`' if root != 'optimizer' else ''}" if group else ""
             message = f"{what}{of} was not restored: {_values(now, was)} {self.when}"
             yield self._finding("hyper-parameter", message, [name], expected=was, found=now)
 

@@ -385,18 +385,6 @@ def _shown(value: Any) -> str:
     return "missing" if value is ABSENT else shown(value)
 
 
-def averaged_weights(path: str, names: set[str]) -> str | None:
-    """Return that averaged weights were not restored, if these names in the checkpoint at `path` are of such alone."""
-    with SavedState(path) as state:
-        tensors = sorted(name for name in names if name in state.tensors)
-        models = {name.partition(".")[0] for name in state.tensors if state.kind_of(name) == "model"}
-        are_weights = all(state.kind_of(name) == "model" for name in tensors)
-    roots = {name.partition(".")[0] for name in tensors}
-    if are_weights and len(roots) == 1 < len(models) and not roots & {"model", "state_dict", "module", "net"}:
-        return f"the averaged weights `{roots.pop()}` were not restored: {some(tensors)}"
-    return None
-
-
 # Drift ----------------------------------------------------------------------------------------------------------------
 
 
@@ -492,7 +480,8 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         equal = [f"the checkpoints of {plural(len(numbers), 'step')} after it"] if numbers else []
         equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
         again = [f", and after a second one, from step {run.resumed_at}" for run in report.runs if run.name == AGAIN]
-        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{''.join(again)}{_extent(report)}"
+        lost = f"; not loaded, without effect in these steps: {some(report.not_loaded)}" if report.not_loaded else ""
+        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{''.join(again)}{_extent(report)}{lost}"
 
 
 def is_same(report: RunReport, excused: Unrepeated) -> bool:

@@ -55,12 +55,26 @@ class Explanation:
                 differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
             of_data = ("the data", "the batch")
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
-            path = compare.shared(self.reference, self.report.runs[-1])[first.step][0]
-            differed = differed or list(filter(None, [compare.averaged_weights(path, names)]))
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
             of_script = self._of_the_script(names)
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
+
+    def not_loaded(self) -> list[str]:
+        """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
+        followed is as in run A: it overwrites them, or does not use them."""
+        before, after = self._after_save("A"), self.hooked["B"].states.get(1)
+        if before is None or after is None:
+            return []
+        lost = {before.digests(name)[0] for name in Causes(before, after, self.at + 1).differing}
+        names: list[str] = []
+        if lost := lost - _digests(after):
+            others = {*map(digested, after.of_script("loose"))}
+            with SavedState(self._saved) as saved:
+                names = [
+                    one for one in saved.every if _digest(saved.every[one]) in lost and _text(saved, one) not in others
+                ]
+        return [*dict.fromkeys([*names, *(name for own, _ in self._lost_of_the_script(None) for name in own)])]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -83,10 +97,12 @@ class Explanation:
         names = sorted(before.unseen | after.unseen)
         but = f" ({some(names)} could not be seen)" if names else ""
         known = start, again, others.values() if of_a else (), lambda: self._digests
-        return (
-            f"all that the hook saw of run {b.name} {when} is as in run {name}{but}",
-            [*Causes(before, after, self.at + 1, *known)],
-        )
+        found = [*Causes(before, after, self.at + 1, *known)]
+        for one in [one for one in found if one.part in ("optimizer", "scheduler") and one.found is not None]:
+            # What is saved before a scheduler steps, or while training goes on, is not what the next step begins with.
+            if identity.same(self._objects.get((one.name or "").partition(".")[2]), one.found):
+                one.message = one.message.replace("was not restored", "is as it was saved", 1)
+        return f"all that the hook saw of run {b.name} {when} is as in run {name}{but}", found
 
     def _after_save(self, name: str) -> RunState | None:
         """Return the state of an uninterrupted run where the first step began after it had saved step `at`; None if
@@ -104,14 +120,14 @@ class Explanation:
         none."""
         a, began, after = self.hooked["A"].states, self.starts.seen["A"].began(), self.hooked["B"].states.get(1)
 
-        def has_state_of(number: int | None) -> bool:
-            state = a.get(number or 0)
+        def is_of_b(state: RunState | None) -> bool:
             if state is None or after is None or not (alike := after.kinds.keys() & state.kinds.keys()):
                 return False
             return all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
 
-        others = [step for step, number in began.items() if step != self.at and has_state_of(number)]
-        return others[0] if others and not has_state_of(began.get(self.at)) else None
+        others = [step for step, number in began.items() if step != self.at and is_of_b(a.get(number or 0))]
+        own = self._after_save("A") or self._after_save("A2") or a.get(began.get(self.at) or 0)
+        return others[0] if others and not is_of_b(own) else None
 
     def _later_cause(self) -> str | None:
         """Return what differs first in a step after the first one, and what happened in A just before; None if that was
@@ -144,59 +160,88 @@ class Explanation:
         with SavedState(self._saved) as saved:
             return {_digest(one) for one in saved.every.values()}
 
+    @cached_property
+    def _objects(self) -> dict[str, Any]:
+        """Its values by their names in the part that they belong to."""
+        with SavedState(self._saved) as saved:
+            return {name.partition(".")[2]: value for name, value in saved.objects.items()}
+
     def _of_the_script(self, names: Collection[str] | None) -> list[str]:
+        return [message for _, message in self._lost_of_the_script(names)]
+
+    def _lost_of_the_script(self, names: Collection[str] | None) -> list[tuple[list[str], str]]:
         """Return which tensors and values of the checkpoint, and of the files beside it, the script of A had when the
         first step after the resume began, and that of B had not; of values of the checkpoint those that differ later,
         `names`, or if that is None all which are variables of the same name."""
         before, after = self._after_save("A") or self._after_save("A2"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return []
-        values = _values(self._saved, after)
+        lost = _lost(before, after)
+        values = _values(self._saved, lost, after)
         judged = {*self.report.unproven, *(names if names is not None else {*values} - {*self.report.unjudged})}
-        found = _not_restored(values, judged, before, after, self.at, are_named=names is None)
+        found = _not_restored(values, judged, lost, before, after, self.at, are_named=names is None)
         for name, path in self.starts.seen["A"].beside(self.at).items():
             with suppress(CkptError):  # a log, which no value of the script comes from
-                values = _values(path, after)
-                found += _not_restored(values, values.keys(), before, after, self.at, f" of {some([name])}")
+                values = _values(path, lost, after)
+                found += _not_restored(values, values.keys(), lost, before, after, self.at, f" of {some([name])}")
         return found
 
 
-def _values(path: str, after: RunState) -> dict[str, Any]:
-    """Return what a checkpoint holds beside the state of optimizers, as the hook records it of a script, but for
-    tensors that a module has when a run has resumed (`after`)."""
-    there = {record.get("sha256") for one in (*after.tensors, *after.buffers) for record in one.values()}
+def _lost(before: RunState, after: RunState) -> dict[str, str]:
+    """Return the tensors that a script kept (`before`) and had not when it had resumed: in none of the variables that
+    had them, as far as they are there, or else nowhere. By what they are compared by, with dtype and shape."""
+    was, now = (one.of_script("variables") for one in (before, after))
+    others, held = {*after.of_script("loose")}, dict[str, list[Any]]()
+    for name, text in was.items():
+        # A dict may have been None before.
+        place = name if name in now else name.partition(".")[0]
+        if isinstance(text, str) and place in now:
+            held.setdefault(text, []).append(now[place])
+    return {
+        digested(text): text.partition("] ")[0]
+        for text in before.of_script("loose")
+        if text not in held.get(text, others)
+    }
+
+
+def _values(path: str, lost: Mapping[str, str], after: RunState) -> dict[str, Any]:
+    """Return the values that a checkpoint holds, and of its tensors those that are `lost`, as the hook records them of
+    a script: not those that a module or a generator has when a run has resumed (`after`)."""
+    there = _digests(after) | {*after.rng(0).values()}
+    values, kinds = dict[str, Any](), {*lost.values()}
     with SavedState(path) as saved:
-        names = [*saved.objects, *(name for name in saved.tensors if saved.kind_of(name) != "optimizer")]
-        lost = [name for name in names if name not in saved.every or _digest(saved.every[name]) not in there]
-        return {name: saved.objects[name] if name in saved.objects else digested(saved.spelt(name)) for name in lost}
+        for name, tensor in saved.every.items():
+            if f"{tensor.dtype}{[*tensor.shape]}".removesuffix("]") in kinds:
+                text = _text(saved, name)
+                if text in lost and there.isdisjoint((_digest(tensor), states.sha(tensor.bits))):
+                    values[name] = text
+        return values | {name: value for name, value in saved.objects.items() if name not in saved.every}
 
 
 def _not_restored(
     values: Mapping[str, Any],
     judged: Collection[str],
+    tensors: Collection[str],
     before: RunState,
     after: RunState,
     at: int,
     of: str = "",
     *,
     are_named: bool = False,
-) -> list[str]:
+) -> list[tuple[list[str], str]]:
     """Return which of the values that were saved at step `at` a script had then (`before`), and not when it had resumed
-    (`after`). `of` is the file that has them. With `are_named`, a variable has the name of its value."""
-    loose, others = ({*map(digested, one.of_script("loose"))} for one in (before, after))
+    (`after`); of tensors these. `of` is the file that has them. With `are_named`, a variable has the name of its
+    value."""
     was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
     changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
-    lost, when = [], f"when step {at + 1} began"
-    for name, text in values.items():
-        if isinstance(text, str) and text in loose:
-            held = [one for one in was if was[one] == text]
-            lost += [name] if (changed.intersection(held) if held else text not in others) else []
+    when = f"when step {at + 1} began"
+    lost = [name for name, text in values.items() if isinstance(text, str) and text in tensors]
     verb = "were" if lost[1:] else "was"
     them = "them" if lost[1:] else "it"
-    found = [f"{some(lost)}{of} {verb} not restored: run B did not have {them} {when}"] if lost else []
+    found = [(lost, f"{some(lost)}{of} {verb} not restored: run B did not have {them} {when}")] if lost else []
     for name in sorted(values.keys() & {*judged} - {*lost}):
         value, leaf = values[name], name.rpartition(".")[2]
-        same = [one for one in changed if identity.same(was[one], value)]
+        same = [one for one in changed if value is not None and identity.same(was[one], value)]
         is_element = are_named and any(part.isdecimal() for part in name.split("."))
         own = [one for one in same if one.rpartition(".")[2] == leaf and not is_element]
         # A value that is no other's tells what it is, whatever it is called.
@@ -204,10 +249,19 @@ def _not_restored(
         own = own or (same if is_unique and not are_named else [])
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
-            found.append(
-                f"{some([name])}{of} was not restored: {instead}{shown(now[one])} and not {shown(value)} {when}"
-            )
+            values_of = f"{instead}{shown(now[one])} and not {shown(value)}"
+            found.append(([name], f"{some([name])}{of} was not restored: {values_of} {when}"))
     return found
+
+
+def _digests(state: RunState) -> set[str | None]:
+    """Return the digests of what modules and optimizers had."""
+    return {record.get("sha256") for one in (*state.tensors, *state.buffers) for record in one.values()}
+
+
+def _text(saved: SavedState, name: str) -> Any:
+    """Return a tensor of a checkpoint as it is compared."""
+    return saved.objects[name] if name in saved.objects else digested(saved.spelt(name))
 
 
 def _digest(tensor: SavedTensor) -> str:

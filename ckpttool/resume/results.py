@@ -279,6 +279,7 @@ class RunReport(Outcome):
     unjudged: list[str] = field(default_factory=list)  #: values that differ and are not judged
     reasons: dict[str, str] = field(default_factory=dict)  #: why each of them is not judged
     unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
+    not_loaded: list[str] = field(default_factory=list)  #: what B did not have when it began, without effect
     values: int = 0  #: number of tensors and values of the last checkpoint that was compared
     judged: int = 0  #: of these, those that are judged
     crossed: list[str] = field(default_factory=list)  #: what lies between `at` and `until`: `epoch`, `evaluation`, ...

@@ -241,6 +241,8 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
         report.causes = Explanation(starts, reference, first).causes()
     if to_world is not None:
         compare.add_drift(report, a, b)
+    elif compare.is_same(report, starts.excused):
+        report.not_loaded = Explanation(starts, reference).not_loaded()
     if has_controls and compare.is_same(report, starts.excused):
         _resume_again(starts, reference, b, to_world)
     if has_controls and compare.is_same(report, starts.excused):
@@ -317,6 +319,8 @@ def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> N
     a, a2 = (of_hook(hooked[name], 0, sys.maxsize) for name in ("A", "A2" if "A2" in hooked else "A"))
     b = of_hook(hooked[run.name], first, sys.maxsize)
     before = a if reference.name == "A" else of_hook(hooked[reference.name], first, sys.maxsize)
+    if unrepeated(before, b) and reference.name == "A":
+        b = of_hook(hooked[run.name], starts.taken(run.resumed_at or 0, counted=True), sys.maxsize)
     if not b and starts.observe and hooked[run.name].started:
         note = "no step was observed: the command takes no step of an optimizer of torch"
         starts.report.notes += [note] if note not in starts.report.notes else []

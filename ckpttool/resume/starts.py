@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.analysis.losses import Losses, Output, read_log
+from ckpttool.analysis.saved_state import SavedState
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.resume import observe as inject
 from ckpttool.resume import window
@@ -25,6 +26,7 @@ from ckpttool.resume.compare import Unrepeated
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.process import LAST_LINES, Process, last_lines
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
+from ckpttool.resume.states import is_counter
 from ckpttool.resume.steps import LOSS, of_hook
 from ckpttool.text import duration, plural, size
 
@@ -198,10 +200,17 @@ class Starts:
         self._to_the_end(run)
         self._look_for_resume(run, saved)
 
-    def taken(self, step: int) -> int:
-        """Return how many optimizer steps A had taken when it had saved a step."""
+    def taken(self, step: int, *, counted: bool = False) -> int:
+        """Return how many optimizer steps A had taken when it had saved a step. With `counted`, as many as the
+        optimizers in the checkpoint have if these are fewer: a save in the background is seen some steps later."""
         began = self.seen["A"].began().get(step)
-        return began - 1 if began is not None else step
+        taken = began - 1 if began is not None else step
+        path = self._of_a(step) if counted else None
+        if path is not None:
+            with SavedState(path) as saved:
+                counters = [int(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)]
+            return min(max(counters, default=0) or taken, taken)
+        return taken
 
     def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""

@@ -153,6 +153,11 @@ def digest(dtype: str, shape: Sequence[int], elements: Any) -> str:
     return whole.hexdigest()[:_DIGITS]
 
 
+def sha(elements: Any) -> str:
+    """Return the digest of the state of a generator, as the hook takes it."""
+    return hashlib.sha256(elements).hexdigest()[:_DIGITS]
+
+
 def is_counter(name: str) -> bool:
     """Return whether a tensor of the optimizer counts its steps, which no kernel makes different."""
     return ".state." in name and name.endswith(".step")

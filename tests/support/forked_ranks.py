@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +35,8 @@ def store(ready: int) -> None:
         signal.pause()
 
 
-def rank_main(rank: int, world: int, port: int, script: str, arguments: list[str]) -> None:
-    """The script on one rank, with the variables that torchrun sets."""
+def set_rank(rank: int, world: int, port: int) -> None:
+    """Set the variables that torchrun sets."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "ROLE_RANK": str(rank),
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_WORLD_SIZE": "1",
@@ -43,6 +44,10 @@ def rank_main(rank: int, world: int, port: int, script: str, arguments: list[str
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none",
     }  # fmt: skip
+
+
+def rank_main(script: str, arguments: list[str]) -> None:
+    """The script on one rank."""
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
@@ -79,15 +84,20 @@ def end(running: set[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def main(world: int, script: str, *arguments: str) -> int:
+def main(world: int, script: str, *arguments: str, run: Callable[[str, list[str]], None] = rank_main) -> int:
     """Start the ranks and wait for them; the exit code is that of the first that failed."""
+
+    def on_rank(rank: int) -> None:
+        set_rank(rank, world, port)
+        run(script, [*arguments])
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     read, write = os.pipe()
     server = fork(store, write)
     running: set[int] = set()
     try:
         port = int(os.read(read, 16))
-        running = {fork(rank_main, rank, world, port, script, list(arguments)) for rank in range(world)}
+        running = {fork(on_rank, rank) for rank in range(world)}
         while running:
             pid, status = os.wait()
             running.discard(pid)

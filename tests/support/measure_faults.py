@@ -58,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     began, outcomes = time.monotonic(), []
     with ProcessPoolExecutor(args.n) as pool:
-        for done in as_completed([pool.submit(verify, *pair) for pair in chosen(args.only)]):
+        for done in as_completed([pool.submit(verify, *pair, is_forked=True) for pair in chosen(args.only)]):
             outcome = done.result()
             outcomes.append(outcome)
             print(row(outcome), flush=True)

@@ -80,5 +80,8 @@ def _first(names: Iterable[str]) -> str:
 
 def _shown(outcome: Outcome) -> str:
     """Return the sentence of a verdict, short and without the digits that another machine may compute otherwise."""
+    exact, found, lost = outcome.message.partition("; not loaded")
+    if found:
+        return f"{exact.partition(':')[0]}{found}{lost}"
     said = _FRACTION.sub("…", outcome.message.removeprefix("resume is not exact: ")).replace("|", "\\|")
     return said if len(said) <= _MOST else f"{said[:_MOST].rpartition(' ')[0]} …".replace("`…", "…")

@@ -114,7 +114,7 @@ class Observer:
         self._keeper, what, is_rounded = keeper, settings["control"], settings["is_rounded"]
         sees_saves = settings["keep"] and not settings["is_resumed"]
         self._saves = Keeper(settings["keep"][0], None) if sees_saves else None
-        self._is_saved, self._largest = False, 1
+        self._is_saved, self._is_loaded, self._largest = False, False, 1
         self._lr: dict[int, list[float]] = {}  # by the id of an optimizer, in its last step
         self._events: set[str] = set()  # since the last step
         self._has_loader, self._backward = False, 0  # backward passes since the last step
@@ -137,6 +137,7 @@ class Observer:
         """Hook into backward passes, modules, data loaders and optimizers."""
         for what in (self._watch_backward, self._watch_modules, self._watch_loaders, self._watch_optimizers):
             self._try(what)
+        self._try(self._watch_loads)
 
     @property
     def _is_over(self) -> bool:
@@ -192,6 +193,21 @@ class Observer:
                 self._in_module = False
 
         self._torch.nn.Module.__call__ = observed
+
+    def _watch_loads(self) -> None:
+        """Watch what restores a state: a forward pass before it, as one that creates lazy parameters, is of no step."""
+        for owner, name in ((self._torch, "load"), (self._torch.nn.Module, "load_state_dict")):
+            load: Callable[..., Any] = getattr(owner, name)
+
+            @functools.wraps(load)
+            def observed(*args: Any, _load: Callable[..., Any] = load, **kwargs: Any) -> Any:
+                result = _load(*args, **kwargs)
+                self._is_loaded = self._recorder.count == 0
+                if isinstance(result, dict):
+                    self._recorder.loaded.add(id(result))
+                return result
+
+            setattr(owner, name, observed)
 
     def _watch_loaders(self) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -254,11 +270,12 @@ class Observer:
         return is_new
 
     def _begin_forward(self, module: Any) -> None:
-        if self._backward or not self._recorder.is_forward_seen:
+        if self._backward or self._is_loaded or not self._recorder.is_forward_seen:
             is_between = self._look_for_saves() and self._backward > 0
             if is_between:  # saved between the micro batches of a step: a run that resumes there has the rest of them
                 self._inputs, self._fetched = [], []
-            self._recorder.begin_forward(module, is_saved=self._is_saved, is_anew=is_between)
+            is_anew, self._is_loaded = is_between or self._is_loaded, False
+            self._recorder.begin_forward(module, is_saved=self._is_saved, is_anew=is_anew)
         if self._after is not None:
             self._between, self._after = self._changed_since(*self._after), None
 

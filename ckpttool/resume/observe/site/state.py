@@ -20,7 +20,9 @@ import os
 import random
 import struct
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -60,6 +62,7 @@ class Recorder:
         self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
         self._batches: list[Any] = []
         self._called: list[Any] = []
+        self.loaded: set[int] = set()  # the ids of what was read: a variable that has it does not make use of it
         self._digest: Callable[[Any], dict[str, Any]] = functools.partial(digest, torch)
 
     @property
@@ -117,9 +120,13 @@ class Recorder:
         # Once a step, but for the first one, before which a script may still build what it trains.
         there = self._look() if self._there is None or self.count == 1 else self._there
         optimizers = [*{id(one): one for one in (optimizer, *there.optimizers)}.values()]
+        stepped = {id(one.param_groups) for one in optimizers if id(one) in self._counts}
         there = there._replace(optimizers=[*{id(one.param_groups): one for one in optimizers}.values()])
         modules, names = self._named_modules(there)
         values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
+        values[f"{_MODEL}.frozen"] = _plain(
+            [n for n, one, kind in modules if kind == "weight" and not one.requires_grad]
+        )
         state = {
             "tensors": {name: self._digest(tensor) for name, tensor, _ in modules},
             "kinds": {name: kind for name, _, kind in modules},
@@ -130,7 +137,9 @@ class Recorder:
             key=lambda one: [names.get(id(each), "~") for g in one.param_groups for each in g["params"]][:1]
         )
         for number, each in enumerate(there.optimizers):
-            self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
+            # One that never steps, as of a schedule that is only asked for its value, trains nothing.
+            if self.count == 1 or id(each.param_groups) in stepped:
+                self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
         for kind, objects in (("scheduler", there.schedulers), ("scaler", there.scalers)):
             for number, one in enumerate(objects):
                 root = f"{kind}_{number}" if number else kind
@@ -156,7 +165,7 @@ class Recorder:
                     continue
         frame: Any = sys._getframe()
         variables: dict[str, Any] = dict(vars(sys.modules["__main__"]))
-        while frame is not None:
+        while frame is not None and frame.f_locals is not vars(sys.modules["__main__"]):  # what runs it has its own
             is_own = os.path.dirname(frame.f_code.co_filename) == _FOLDER
             if not is_own and "torch" not in frame.f_globals.get("__name__", "").split("."):
                 variables |= frame.f_locals
@@ -164,12 +173,16 @@ class Recorder:
         values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
         for name, value in variables.items():
             inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            is_module = isinstance(value, (type(sys), type, self._torch.nn.Module)) or not isinstance(inside, dict)
-            for key, one in [("", value), *([] if is_module else [*inside.items()][:_FEW])]:
+            is_aside = isinstance(value, (type(sys), type)) or not isinstance(inside, dict) or id(value) in self.loaded
+            for key, one in [("", value), *([] if is_aside else [*inside.items()][:_FEW])]:
                 full = f"{name}.{key}" if key else name
+                if type(one).__name__ == "ndarray" and id(one) not in loose and one.nbytes <= left:
+                    with suppress(Exception):  # of a dtype that torch has not
+                        loose[id(one)] = spelt(self._torch, self._torch.from_numpy(one))
+                        left -= one.nbytes
                 if id(one) in loose:
                     values[full] = loose[id(one)]
-                elif isinstance(one, (bool, int, float, str)) or (isinstance(one, list) and len(one) < _FEW):
+                elif isinstance(one, _PLAIN) or (isinstance(one, (list, deque)) and len(one) < _FEW):
                     values[full] = _plain(one)
         return {"loose": sorted({*loose.values()}), "variables": values}
 
@@ -415,7 +428,7 @@ def _plain(value: Any) -> Any:
     """Return a value that JSON and people can read; of a long one its digest."""
     if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
         value = value.item()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         value = [_plain(one) for one in value]
     elif isinstance(value, dict):
         value = {str(key): _plain(one) for key, one in value.items()}
