@@ -182,7 +182,9 @@ class Recorder:
                         left -= one.nbytes
                 if id(one) in loose:
                     values[full] = loose[id(one)]
-                elif isinstance(one, _PLAIN) or (isinstance(one, (list, deque)) and len(one) < _FEW):
+                elif isinstance(one, (list, deque)) and len(one) < _FEW:
+                    values[full] = [*map(_plain, one)]  # whole, as a checkpoint has it
+                elif isinstance(one, _PLAIN):
                     values[full] = _plain(one)
         return {"loose": sorted({*loose.values()}), "variables": values}
 
