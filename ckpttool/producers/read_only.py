@@ -33,7 +33,7 @@ from ckpttool.producers.directory import Directory
 COMPOSER = Producer(
     "Composer",
     (DCP_FILE,),
-    (DCP_FILES, Pattern(r".*\.symlink", kind="ignored"), Pattern(r"composer_metadata\.json", kind="asset")),
+    (DCP_FILES, Pattern(r".*\.symlink", kind="asset"), Pattern(r"composer_metadata\.json", kind="asset")),
     folder="ep.*-ba.*",
     whole=True,
     confirm=lambda catalogue: any(path[:1] == ("state",) for path in catalogue.entries),
@@ -70,6 +70,15 @@ PYTORCH_EXAMPLE = Producer(
 )
 
 _OF_TORCHTUNE = r"(ft-)?model-\d+-of-\d+"
+_FOR_PEFT = r"adapter_model\.(safetensors|bin)"
+
+
+def _add_adapter(directory: Directory, layout: Layout) -> None:
+    require_indexed_files(directory, layout)
+    if "adapter_model.pt" not in directory:  # else it is the same under the names of PEFT
+        layout.components += match_components(directory, (Pattern(_FOR_PEFT, "adapter_model"),)).components
+
+
 TORCHTUNE = Producer(
     "torchtune",
     (rf"recipe_state\.pt|{_OF_TORCHTUNE}\.bin", rf"{_OF_TORCHTUNE}\.(safetensors|bin)|adapter_model\.pt"),
@@ -77,12 +86,13 @@ TORCHTUNE = Producer(
         Pattern(rf"{_OF_TORCHTUNE}\.(safetensors|bin)", "model", "shard"),
         Pattern(r"(model\.safetensors|pytorch_model\.bin)\.index\.json", kind="ignored"),
         Pattern(r"adapter_model\.pt", "adapter_model"),
-        Pattern(r"adapter_model\.(safetensors|bin)", kind="ignored"),  # the same for PEFT
+        Pattern(_FOR_PEFT, kind="ignored"),
         Pattern(r"recipe_state\.pt"),
         TEXTS,  # of the weights that training began with
         Pattern(r"epoch_\d+/", kind="ignored"),
     ),
-    adjust=require_indexed_files,
+    adjust=_add_adapter,
+    checkpoint_folders=r"epoch_\d+/",
 )
 
 _OF_OLMO = Pattern(r"rank(?P<rank>\d+)\.pt", kind="rank files")

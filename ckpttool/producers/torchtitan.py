@@ -68,12 +68,15 @@ def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
     return [constant for constant in constants if constant.path not in builder.catalogue.entries]
 
 
+_FOR_TRANSFORMERS = r".*\.safetensors(\.index\.json)?|sharded/"
 TORCHTITAN = Producer(
     "torchtitan",
     (rf"{DCP_FILE}|sharded/",),
-    (DCP_FILES, Pattern(r".*\.safetensors(\.index\.json)?|sharded/", kind="ignored")),
+    (DCP_FILES, Pattern(_FOR_TRANSFORMERS, kind="ignored")),
     folder=r"(step-)?\d+",
     whole=True,
+    # It saves a step in one of the two: of both together, one is somebody's own.
+    applies=lambda directory: not (directory.has(DCP_FILE) and directory.has(_FOR_TRANSFORMERS)),
     confirm=_confirm,
     writes=(WritableLayout("torchtitan", "flat", _write, chunked=True),),
 )

@@ -499,6 +499,18 @@ def test_a_step_directory_of_somebody_else_is_not_called_torchtitan(tmp_path: Pa
     assert "producer" not in inspect(saved_dcp(tmp_path / "step-10")).facts
 
 
+@pytest.mark.parametrize("other", ["ema.safetensors", "sharded/ema.safetensors"])
+def test_weights_beside_the_dcp_of_a_step_are_read(other: str, tmp_path: Path) -> None:
+    """torchtitan saves a step in DCP or for transformers."""
+    folder, average = saved_dcp(tmp_path / "step-10"), torch.full((3, 2), 7.0)
+    (folder / other).parent.mkdir(exist_ok=True)
+    save_file({"w": average}, folder / other)
+    convert(folder, tmp_path / "all.pt")
+    with ckpttool.open(tmp_path / "all.pt") as found:
+        (name,) = (tensor.name for tensor in inspect(tmp_path / "all.pt").tensors if tensor.shape == (3, 2))
+        assert torch.equal(found[name].torch(), average)
+
+
 def test_two_models_of_verl_hang_under_their_names(tmp_path: Path) -> None:
     actor = Path(path_of("run/verl_fsdp2_w2")) / "global_step_3" / "actor"
     for role in ("actor", "critic"):
@@ -660,6 +672,32 @@ def test_a_model_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
     (tmp_path / "model" / "pytorch_model-00002-of-00003.bin").unlink()
     with pytest.raises(CorruptError, match=re.escape("`pytorch_model-00002-of-00003.bin` is missing, but")):
         convert(tmp_path / "model", tmp_path / "model.safetensors")
+
+
+def test_the_files_of_a_model_without_their_index(tmp_path: Path) -> None:
+    folder, state = tmp_path / "run", {"a": torch.ones(2, 3), "b": torch.zeros(3)}
+    folder.mkdir()
+    for i, (name, tensor) in enumerate(state.items()):
+        save_file({name: tensor}, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
+    torch.save({"step": 1}, folder / "random_states_0.pkl")
+    assert inspect(folder).facts["producer"] == "accelerate"
+    convert(folder, tmp_path / "model.safetensors", only="model")
+    back = load_file(tmp_path / "model.safetensors")
+    assert back.keys() == state.keys() and all(torch.equal(back[name], t) for name, t in state.items())
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptError, match=re.escape("1 of 2 files `model-*` are missing")):
+        convert(folder, tmp_path / "all.pt")
+
+
+def test_an_adapter_of_torchtune_for_peft_alone(tmp_path: Path) -> None:
+    """torchtune saves `adapter_model.pt` and the same for PEFT; one that is alone is read."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"lora": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    torch.save({"epochs_run": 1}, tmp_path / "recipe_state.pt")
+    catalogue = inspect(tmp_path)
+    assert catalogue.facts["producer"] == "torchtune"
+    assert {"model.w", "adapter_model.lora"} <= {tensor.name for tensor in catalogue.tensors}
 
 
 def test_verl_of_one_rank_saves_plain_tensors(tmp_path: Path) -> None:
