@@ -25,12 +25,12 @@ EPOCH = "epoch"
 FACTS = (EPOCH, READ, NUMBER, NUMBERS)
 _LARGE = 1 << 20  # an object of more bytes is not a number
 _PLAIN = (
-    "global_step",
+    r"global_step|Timestamp\.batch",
     r"((current|train|training|trained|last_train)_)?steps?",
     "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
 )
 # What may count micro-batches or samples: a name that says the step comes before it.
-_STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_count|Timestamp\.batch")
+_STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_count")
 # By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
 _STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
 _OWN = {"optimizer": "step", "model": "(num_)?updates"}

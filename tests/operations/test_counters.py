@@ -127,3 +127,10 @@ def test_the_one_step_of_a_flat_directory(tmp_path: Path) -> None:
     for name in ("model000100.pt", "ema_0.9999_000100.pt"):
         torch.save(trained(0)[0].state_dict(), tmp_path / name)
     assert shown(tmp_path) == (100, None)
+
+
+def test_the_batch_of_composer_comes_before_its_iteration(tmp_path: Path) -> None:
+    """`Timestamp.state_dict` of composer counts iterations too, of data, and `ep0` in the name has the same number."""
+    timestamp = {"iteration": 0, "epoch": 0, "batch": 2, "sample": 4, "token": 0}
+    state = {"timestamp": {"Timestamp": timestamp}}
+    assert shown(saved(tmp_path / "ep0-ba2-rank0.pt", 2, state=state))[0] == 2
