@@ -468,12 +468,13 @@ class Container(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a DTensor lies on its mesh: `Sharding((2, 2), ("dp", "tp"), ("Replicate", "Shard(0)"))`; the names of the
-    dimensions of the mesh are empty where nothing names them."""
+    """How a DTensor lies on its mesh: `Sharding((2, 2), ("dp", "tp"), ("Replicate", "Shard(0)"), "cuda")`; the names of
+    the dimensions of the mesh are empty where nothing names them, and so is its device."""
 
     mesh: Ints
     names: tuple[str, ...]
     placements: tuple[str, ...]
+    device: str = ""
 
 
 @dataclass(slots=True)

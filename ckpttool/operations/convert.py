@@ -32,6 +32,7 @@ from ckpttool.producers import writable
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import WritableLayout
 from ckpttool.producers.open import naming
+from ckpttool.serialization import sharded_pickle
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
 from ckpttool.storage.stores import local_path, path_text
@@ -314,6 +315,9 @@ def _plan(
     if row is not None:
         planned, target = _arranged(row, planned, source, dst, options, folded)
         tensor_class = tensor_class or row.tensor_class
+    elif options.producer is not None and tensor_class is None and target.name == catalogue.format:
+        tensor_class, lost = sharded_pickle.class_of(catalogue)
+        notes += lost
     # The boxes of what operations make are small: they are put together.
     planned = _rechunked(planned, catalogue, target, world if uses_operations else options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")

@@ -32,7 +32,7 @@ from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, stub_name, walk
 from ckpttool.catalogue.work_limit import FEW, charge
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.serialization.torch_pickle import TensorRef, wrapper_class
 
 Runs = list[tuple[int, int]]
 """What is left of a dimension: `[(0, 4), (8, 3)]` is 0..4 and 8..11."""
@@ -75,6 +75,7 @@ class RankShard:
     names: tuple[str, ...] = ()
     ranks: Ints = ()
     within: Ints = ()
+    device: str = ""
 
 
 def mentions(data: bytes) -> bool:
@@ -88,9 +89,9 @@ def holds_sharded(value: Any) -> bool:
     return any(n.startswith("torch.distributed.") and n.rpartition(".")[2] in _CLASSES for n in names)
 
 
-def replace(tree: Any, shards: list[RankShard] | None = None) -> Any:
+def replace(tree: Any, shards: list[RankShard] | None = None, unread: dict[Path, CkptError] | None = None) -> Any:
     """Return a copy of `tree` with a `RankShard` in place of each stub of a sharded tensor, each of which `shards`
-    gets.
+    gets. One whose local tensor is not plain stays a stub if `unread` is given, which gets the error.
     Raises CorruptError or ReadError for one that is not what torch writes."""
     known = _Known({}, {})
 
@@ -102,7 +103,11 @@ def replace(tree: Any, shards: list[RankShard] | None = None) -> Any:
                 return stub
             shard = _dtensor(call, known) if call.kind == "DTensor" else _sharded_tensor(call)
         except CkptError as error:
-            raise error.prefixed(f"tensor `{name}`", tensor=name) from None
+            named = error.prefixed(f"tensor `{name}`", tensor=name)
+            if unread is None or "needs" not in error.facts:
+                raise named from None
+            unread[path] = named
+            return stub
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             # Anything may stand anywhere in a pickle that was made up; each would need a question of its own.
             raise CorruptError(
@@ -178,9 +183,12 @@ def _args(value: Any) -> tuple[Any, ...]:
 
 def _local(value: Any, what: str) -> TensorRef:
     if not isinstance(value, TensorRef):
+        is_wrapper = isinstance(value, Stub) and (kind := wrapper_class(value)) is not None
+        name = (kind if is_wrapper else stub_name(value)) or type(value).__name__
         raise ReadError(
-            f"its {what} is not a plain tensor, but `{stub_name(value) or type(value).__name__}`",
-            hint="convert it to a plain tensor before saving: the meaning of its bytes is unknown",
+            f"its {what} is of class `{name}`, which cannot be read",
+            hint="leave it out with `--drop` or `--exclude`, or convert it to a plain tensor before saving",
+            needs="its class",
         )
     return value
 
@@ -244,6 +252,7 @@ class _Mesh(NamedTuple):
     world: int | None
     ranks: Ints
     within: Ints
+    device: str
 
 
 class _Known(NamedTuple):
@@ -273,7 +282,7 @@ def _dtensor(call: _Call, known: _Known) -> RankShard:
             known.runs[key] = _runs(local.shape, call.shape, position, placements, order)
         boxes = tuple(_boxes(local, known.runs[key]))
     names = tuple(map(str, placements))
-    mesh_facts = mesh.rank, mesh.world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within
+    mesh_facts = mesh.rank, mesh.world, mesh.shape, names, mesh.names, mesh.ranks, mesh.within, mesh.device
     return RankShard("DTensor", local.dtype, call.shape, boxes, *mesh_facts)
 
 
@@ -282,6 +291,7 @@ def _mesh_state(value: Any) -> dict[str, Any]:
     state, args = _state(value), _args(value)
     if len(args) == 2 and isinstance(args[1], list) and type(state.get("_rank")) is int and state["_rank"] in args[1]:
         state |= {"_flatten_rank_map": args[1], "_coordinate_on_dim": [args[1].index(state["_rank"])]}
+        state["device_type"] = args[0]
     return state
 
 
@@ -323,7 +333,9 @@ def _mesh(state: dict[str, Any]) -> _Mesh:
             steps = (start + sum(map(mul, c, strides)) for c in product(*map(range, shape)))
             within = tuple(ranks[at] for at in steps if 0 <= at < len(ranks))
     world = max(ranks) + 1 if ranks else None
-    return _Mesh(shape, names, coordinate, rank if type(rank) is int else None, world, ranks, within)
+    device = state.get("_device_type") or state.get("device_type")
+    known_rank = rank if type(rank) is int else None
+    return _Mesh(shape, names, coordinate, known_rank, world, ranks, within, device if isinstance(device, str) else "")
 
 
 def _layout(stub: Any) -> tuple[Ints, Ints]:

@@ -20,7 +20,7 @@ from typing import Any
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 
 _SHARD = "torch.distributed._shard"
@@ -53,6 +53,18 @@ def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
         return None
     assert chunks.file[rank] == rank
     return chunks.offsets[rank], chunks.sizes[rank]
+
+
+def class_of(catalogue: Catalogue) -> tuple[str, list[str]]:
+    """Return the class of the sharded tensors in the files of another checkpoint, as `SinkOptions` has it, and what has
+    to be said of it: DTensors stay DTensors, over a mesh of one dimension. Pure."""
+    sharding = next((sharding for sharding in catalogue.shardings.values() if sharding.device), None)
+    if sharding is None:
+        return "sharded_tensor", []
+    if any(len(one.mesh) > 1 for one in catalogue.shardings.values()):
+        text = "DTensors are written over a mesh of one dimension, and in the source there is one of several"
+        return f"dtensor:{sharding.device}", [f"{text}: a model that is sharded as there does not load them"]
+    return ":".join(("dtensor", sharding.device, *sharding.names)), []
 
 
 def speller(tensor_class: str, rank: int, world: int) -> Callable[[Tensor], Stub]:

@@ -169,6 +169,12 @@ def _from_type_v2(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return _WRAPPED(function, kind, args, state)
 
 
+def wrapper_class(stub: Stub) -> str | None:
+    """Return the class of a tensor that is made of others, such as `OptimState8bit` of its codes and scales; None for
+    anything else."""
+    return stub_name(stub.args[1]) if isinstance(stub, _WRAPPED) and len(stub.args) == 4 else None
+
+
 KNOWN = known_names(
     ("torch._utils", "_rebuild_tensor", _tensor_v2),
     ("torch._utils", "_rebuild_tensor_v2", _tensor_v2),

@@ -22,6 +22,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, Record
 from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.serialization import pickle_opcodes, torch_pickle
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -396,6 +397,9 @@ def resolve_item(read: Read, base: int, length: int, *, name: str, file: int, dt
     """Return the extent of the one tensor in a DCP item. Raises CorruptError when it is not what the metadata says."""
     archive = open_archive(read, base, length, name=name, file=file)
     ref = load_tree(archive)
+    if isinstance(ref, Stub) and (kind := torch_pickle.wrapper_class(ref)) is not None:
+        text = f"{name} is a piece of a tensor of class `{kind}`, and pieces of such tensors cannot be merged"
+        raise ReadError(text, hint="leave it out with `--drop` or `--exclude`")
     if not isinstance(ref, TensorRef):
         raise CorruptError(f"{name} holds a value where the metadata says a tensor")
     if ref.shape != sizes or ref.dtype != dtype:

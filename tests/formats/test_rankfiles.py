@@ -20,12 +20,13 @@ from safetensors.torch import load_file
 from same import assert_same, raw_bytes
 from support.cli import run as run_command
 from support.paths import CHECKPOINTS, samples_of
-from support.simulated_ranks import chunked, cut, mesh, save
+from support.simulated_ranks import as_rank, chunked, cut, mesh, save
 from support.upstream_samples import path_of, reference
+from support.wrapped_state import Codes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ckpttool import convert, inspect, show
+from ckpttool import convert, inspect, reshard, show, verify
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue, Tensor
@@ -934,6 +935,43 @@ def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "run", 2, lambda r: {"w": DTensor.from_local(WHOLE, mesh(2), [Partial()])})
     with pytest.raises(ReadError, match=r"rank0\.pt.*tensor `w`: a partial DTensor"):
         read(folder)
+
+
+def test_shards_of_another_class_stop_only_what_uses_them(tmp_path: Path) -> None:
+    def state(rank: int) -> Any:
+        local = Codes(torch.full((2, 3), rank, dtype=torch.uint8), torch.ones(2))
+        moment = cut(torch.zeros(4, 3), mesh(2), Shard(0))
+        moment._local_tensor = local
+        moments = {"state": {0: {"exp_avg": moment, "step": torch.tensor(1.0)}}, "param_groups": [{"params": [0]}]}
+        return {"model": {"w": cut(WHOLE, mesh(2), Shard(0))}, "optim": moments}
+
+    folder = save(tmp_path / "run", 2, state)
+    with pytest.raises(ReadError, match=r"tensor `optim\.state\.0\.exp_avg`: its local tensor is one of class .*Codes"):
+        convert(folder, tmp_path / "all.pt")
+    convert(folder, tmp_path / "model.pt", drop="optimizer")
+    assert_same(torch.load(tmp_path / "model.pt"), {"model": {"w": WHOLE}})
+    report = verify(folder)
+    assert report.verdict == "unread" and report.exit_code == 0
+    assert report.message.endswith("cannot be read in full; its files are not damaged")
+
+
+def test_dtensors_stay_dtensors_of_their_mesh(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 2, lambda r: {"model": {"w": cut(WHOLE, mesh(2), Shard(0))}})
+    reshard(folder, tmp_path / "w3", to_world=3)
+    convert(folder, tmp_path / "same", producer="same")
+    for written, world in ((tmp_path / "w3", 3), (tmp_path / "same", 2)):
+        with as_rank(1, world):
+            tensor = torch.load(written / "rank1.pt", weights_only=False)["model"]["w"]
+            assert tensor.device_mesh == mesh(world) and tensor.placements == (Shard(0),)
+            assert torch.equal(tensor.to_local(), cut(WHOLE, mesh(world), Shard(0)).to_local())
+    convert(folder, tmp_path / "fsdp1", to="fsdp1")
+    assert inspect(tmp_path / "fsdp1").facts["layout"] == "FSDP1 ShardedTensor"
+
+
+def test_dtensors_of_a_grid_are_written_over_one_dimension(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", 4, lambda r: {"model": {"w": cut(WHOLE, mesh(2, 2), Replicate(), Shard(0))}})
+    result = reshard(folder, tmp_path / "out", to_world=4)
+    assert any("over a mesh of one dimension" in str(note) for note in result.notes)
 
 
 def test_no_warning_is_lost() -> None:

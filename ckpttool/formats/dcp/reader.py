@@ -272,13 +272,14 @@ class _CatalogueBuilder:
             self._catalogue.add(entry)
         self._catalogue.containers |= part.containers
         if any(dtensor.holds_sharded(entry.value) for entry in part.objects):
-            rank = self._index.files[item.file].rank
+            rank, name = self._index.files[item.file].rank, dotted(path)
             writer = "the rank that wrote it" if rank is None else f"rank {rank}"
             text = (
-                f"`{dotted(path)}` is one object with DTensor or ShardedTensor inside: only the shards of {writer} are "
-                "stored (`flatten_state_dict=False` loses the others)"
+                f"`{name}` is one object with DTensor or ShardedTensor inside: only the shards of {writer} are stored, "
+                "and those of the other ranks are lost"
             )
-            self._catalogue.warnings.append(Warning("lost-shards", text))
+            hint = f"save it with `flatten_state_dict=True`; or leave it out: `--drop {name}`"
+            self._catalogue.faults.append(CorruptError(text, hint=hint, concerns=[*map(dotted, part.entries)]))
         self._catalogue.warnings += [w for w in part.warnings if w.kind != "rank-part"]
 
     def _join_dicts(self) -> None:

@@ -121,7 +121,8 @@ class RankMerger:
     def _start(self, state: RankState) -> None:
         self._first = state
         self._catalogue.containers |= state.read.containers
-        self._catalogue.warnings += state.read.warnings
+        # Of what was not replaced, the faults tell more.
+        self._catalogue.warnings += [warning for warning in state.read.warnings if warning.kind != "rank-part"]
         for path, entry in state.read.entries.items():
             self._take(path, entry, state)
         self._assign_kinds()
@@ -276,7 +277,12 @@ class RankMerger:
             errors.append(CorruptError(f"tensor `{name}` differs {what}: {where}", hint=hint, **facts))
         stages = len(self._meshes()) > 1
         mixed = two_saves(self._counters, self._catalogue, self.comparer, self._names, self._absent, stages)
-        faults = [*errors[:_MAX_FAULTS], *_rest(errors[_MAX_FAULTS:]), *part_faults.values(), *self._foreign()]
+        faults = [
+            *errors[:_MAX_FAULTS],
+            *_rest(errors[_MAX_FAULTS:]),
+            *dict.fromkeys(part_faults.values()),
+            *self._foreign(),
+        ]
         return faults if mixed is None else [mixed, *faults]
 
     def _files_of(self, ranks: Iterable[int]) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Extent
+from ckpttool.catalogue.entries import Extent, Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.serialization import dtensor, torch_file, torch_legacy, torch_module, torch_zip
@@ -32,6 +32,7 @@ class RankFile:
     extent: Callable[[TensorRef], Extent]
     torch: str
     shards: list[RankShard] = field(default_factory=list)
+    unread: dict[Path, CkptError] = field(default_factory=dict)
     warnings: list[Warning] = field(default_factory=list)
     number: int = 0  # in the catalogue
     folder: str = ""  # of the set
@@ -61,7 +62,7 @@ def load(pool: files.Pool, path: Location) -> RankFile:
     file = RankFile(path, *loaded)
     dropped = torch_module.Dropped()
     try:
-        file.tree = dtensor.replace(torch_module.replace_modules(file.tree, dropped), file.shards)
+        file.tree = dtensor.replace(torch_module.replace_modules(file.tree, dropped), file.shards, file.unread)
     except CkptError as error:
         raise error.prefixed(name, file=path) from None
     file.warnings += dropped.warnings()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, File, Path, Sharding
+from ckpttool.catalogue.entries import Catalogue, File, Path, Sharding, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
@@ -50,6 +50,7 @@ class _RankSetOpening:
         self._expected: dict[Ints, list[str]] = {}  # the names of the files that know of the same ranks
         self._by: dict[int, str] = {}
         self._cut: dict[int, CorruptError] = {}  # files that are not whole, by the ranks in their names
+        self._unread: dict[Path, CkptError] = {}  # sharded tensors of which the pieces are not plain
         self._renamed: list[str] = []
         self._torch: dict[str, None] = {}
 
@@ -77,7 +78,7 @@ class _RankSetOpening:
         # What a file that is not whole should have had is missing from the rest.
         misplaced = [*self._cut.values(), *catalogue.faults]
         catalogue.faults = []
-        self._merger.finish(rebuilding.faults if rebuilding is not None else {})
+        self._merger.finish((rebuilding.faults if rebuilding is not None else {}) | self._unreadable())
         if rebuilding is not None:
             catalogue.faults += rebuilding.finish(catalogue, self._merger.comparer)
         # A file that is in the wrong place is why another is missing, and that is why tensors do not fit. Flat pieces
@@ -97,7 +98,10 @@ class _RankSetOpening:
                     return None
                 file.folder, file.number = self._folder, len(self._catalogue.files)
                 self._catalogue.files.append(File(file.path, file.name, file.size, rank=named))
-                loaded[(part,) if part else ()] = file
+                root = (part,) if part else ()
+                loaded[root] = file
+                for path, unread in file.unread.items():
+                    self._unread.setdefault((*root, *path), unread.prefixed(f"`{file.name}`", file=file.path))
         if len(loaded) > 1:
             check_parts({part: self._set.pattern(part) for part in self._set.parts}, loaded)
         ranks = {rank for file in loaded.values() for shard in file.shards if (rank := shard.rank) is not None}
@@ -123,6 +127,15 @@ class _RankSetOpening:
             return None
         self._by[rank] = names
         return RankState(rank, loaded)
+
+    def _unreadable(self) -> dict[Path, CkptError]:
+        """Return one fault for all sharded tensors of which the pieces are not plain, by the path of each."""
+        if not self._unread:
+            return {}
+        first, names = next(iter(self._unread.values())), [*map(dotted, self._unread)]
+        more = f", and so are {len(names) - 1} more" if len(names) > 1 else ""
+        fault = type(first)(first.message + more, hint=first.hint, **first.facts, concerns=names)
+        return dict.fromkeys(self._unread, fault)
 
     def _fault(self, message: str, hint: str, **facts: object) -> None:
         self._catalogue.faults.append(CorruptError(message, hint=hint, **facts))
@@ -169,7 +182,7 @@ class _RankSetOpening:
         kinds = [*dict.fromkeys(map(_kind, self._merger.shards.values()))]
         layout = "; ".join(kinds[:3]) or f"plain, {'one rank' if len(self._by) < 2 else 'the same on each rank'}"
         shards = ((path, shard) for path, shard in self._merger.shards.items() if shard.mesh)
-        catalogue.shardings = {path: Sharding(s.mesh, s.names, s.placements) for path, s in shards}
+        catalogue.shardings = {path: Sharding(s.mesh, s.names, s.placements, s.device) for path, s in shards}
         catalogue.facts |= {"layout": layout, "writer": "torch.save", "torch": ", ".join(self._torch)}
         if self._renamed:
             text = f"names and contents have different ranks, the contents are used: {some(self._renamed)}"

@@ -31,6 +31,7 @@ from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOpti
 from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
+from ckpttool.serialization import sharded_pickle
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage.stores import is_remote, path_text
 from ckpttool.text import meant, plural
@@ -322,7 +323,9 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
     check_not_empty(planned, source)
     if options.mesh is not None and not selection.only:
         planned = rooted(planned, result.notes)
-    return Planned(planned, SinkOptions(world=mesh.world), folded)
+    tensor_class, notes = sharded_pickle.class_of(source) if target.name == source.format else ("sharded_tensor", [])
+    result.notes += notes
+    return Planned(planned, SinkOptions(world=mesh.world, tensor_class=tensor_class), folded)
 
 
 def _select(planned: Catalogue, is_wanted: Callable[[Part], bool]) -> Catalogue:

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
-from ckpttool.catalogue.findings import SUSPECT, Finding, Where
+from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding, Where
 from ckpttool.catalogue.protocols import Itemised, Source
 from ckpttool.catalogue.validation import outside
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.operations.verify.report import Report, Verification
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
@@ -125,8 +125,15 @@ class _Reading:
                 what = f"{extent.nbytes} bytes, but {tensor.dtype} {list(sizes)} needs {needed}"
                 raise CorruptError(f"`{file.name}`: tensor `{tensor.name}`: {what}")
         except CkptError as error:
-            where = Where(self._catalogue.files[chunks.file[i]].name, chunks.offset[i], chunks.nbytes[i])
-            self.findings.append(Finding.of(error, "header", where=where, tensor=tensor.name))
+            number, base, nbytes = chunks.file[i], chunks.offset[i], chunks.nbytes[i]
+            file = self._catalogue.files[number]
+            where, is_item = Where(file.name, base, nbytes), type(error) is ReadError and chunks.item
+            # An item of a class that is not read is an archive all the same.
+            gravity = SUSPECT if is_item else DAMAGE
+            self.findings.append(Finding.of(error, "header", gravity, where, tensor.name))
+            for record, what in self._of_archive(number, file, base, nbytes, error.message, where) if is_item else ():
+                for piece in self._pieces_of(record, what):
+                    self._read(piece)
             return None
         return extent.record or Record(extent.file, extent.offset, extent.nbytes, None)
 

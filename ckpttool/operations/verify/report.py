@@ -98,7 +98,7 @@ class Report(Result):
 
     @property
     def verdict(self) -> str:
-        """`damaged`, `differs` from the other checkpoint, `nan`, `unread` without `--shapes`, or `whole`."""
+        """`damaged`, `differs` from the other checkpoint, `nan`, `unread` (as without `--shapes`), or `whole`."""
         gravities = {DAMAGE: "damaged", DIFFERENCE: "differs", NAN: "nan"}
         found = next((word for gravity, word in gravities.items() if self.counts[gravity]), None)
         return found or ("unread" if self.unread is not None else "whole")
@@ -111,8 +111,9 @@ class Report(Result):
             return f"{self.path} is damaged: {plural(counts[DAMAGE], 'finding')}"
         differs = f", but differs: {plural(counts[DIFFERENCE], 'finding')}" if counts[DIFFERENCE] else ""
         nans = f", but has NaN in {plural(counts[NAN], 'tensor')}" if counts[NAN] else ""
-        if self.verdict == "unread":
-            return f"{self.path} cannot be read without `--shapes`; its files are not damaged"
+        if self.verdict == "unread" and self.unread is not None:
+            without = " without `--shapes`" if "--shapes" in (self.unread.hint or "") else " in full"
+            return f"{self.path} cannot be read{without}; its files are not damaged"
         return f"{self.path} is whole{differs}{nans}"
 
     @property

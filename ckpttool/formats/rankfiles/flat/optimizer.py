@@ -25,6 +25,7 @@ from ckpttool.catalogue.entries import Chunks, Extent
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.models import is_statistic
 from ckpttool.catalogue.shown import shown, spelt
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.formats.rankfiles.flat import units
 from ckpttool.layout.optimizer.names_of_ids import ways
@@ -69,7 +70,8 @@ def is_raw(trees: Trees, *, beside_flat: bool = False) -> bool:
     Beside a model that was saved by name they have nothing of two dimensions; `beside_flat` parameters, what FSDP was
     told to ignore has. Pure."""
     states = [state for tree in trees if isinstance(tree.get("state"), dict) for state in tree["state"].items()]
-    values = [v for _, state in states if isinstance(state, dict) for v in state.values() if hasattr(v, "shape")]
+    values = [v for _, state in states if isinstance(state, dict) for v in state.values()]
+    values = [value for value in values if isinstance(value, Stub) or hasattr(value, "shape")]
     plain = all(isinstance(v, TensorRef) and (beside_flat or len(v.shape) <= 1) for v in values)
     return plain and bool(states) and all(type(key) is int for key, _ in states)
 
