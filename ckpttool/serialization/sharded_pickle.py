@@ -59,7 +59,7 @@ def class_of(catalogue: Catalogue) -> tuple[str, list[str]]:
     """Return the class of the sharded tensors in the files of another checkpoint, as `SinkOptions` has it, and what has
     to be said of it: DTensors stay DTensors, over a mesh of one dimension. Pure."""
     sharding = next((sharding for sharding in catalogue.shardings.values() if sharding.device), None)
-    if sharding is None:
+    if sharding is None or any(":" in name for name in (sharding.device, *sharding.names)):
         return "sharded_tensor", []
     if any(len(one.mesh) > 1 for one in catalogue.shardings.values()):
         text = "DTensors are written over a mesh of one dimension, and in the source there is one of several"

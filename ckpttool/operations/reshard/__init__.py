@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpttool import formats
 from ckpttool.catalogue import parts
@@ -195,6 +195,10 @@ def reshard(
             agreement.share_source(coordinator, src, opened.source.catalogue)
             target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
+            if row is None:
+                tensor_class, notes = sharded_pickle.class_of(opened.source.catalogue)
+                planned = replace(planned, options=replace(planned.options, tensor_class=tensor_class))
+                result.notes += notes
             job = write.Write(opened, planned, target, result, how, coordinator)
             chosen = engines.choose(engine, job, mesh)
             if resume and (coordinator.size > 1 or chosen.name != "bytes"):
@@ -323,9 +327,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
     check_not_empty(planned, source)
     if options.mesh is not None and not selection.only:
         planned = rooted(planned, result.notes)
-    tensor_class, notes = sharded_pickle.class_of(source) if target.name == source.format else ("sharded_tensor", [])
-    result.notes += notes
-    return Planned(planned, SinkOptions(world=mesh.world, tensor_class=tensor_class), folded)
+    return Planned(planned, SinkOptions(world=mesh.world), folded)
 
 
 def _select(planned: Catalogue, is_wanted: Callable[[Part], bool]) -> Catalogue:
