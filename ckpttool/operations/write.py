@@ -497,7 +497,7 @@ class FileByFile:
         def fill(file: StreamedFile) -> None:
             moved = self._transfer(jobs, check_later=True, out=file)
             if self._coordinator.size > 1:
-                self.moved.crcs |= moved.crcs
+                self.moved.crcs.update(moved.crcs.items())
 
         payloads = [(job.chunk.extent.offset, job.nbytes) for job in jobs]
         file = self._sink.catalogue.files[number]

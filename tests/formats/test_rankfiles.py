@@ -946,7 +946,7 @@ def test_shards_of_another_class_stop_only_what_uses_them(tmp_path: Path) -> Non
         return {"model": {"w": cut(WHOLE, mesh(2), Shard(0))}, "optim": moments}
 
     folder = save(tmp_path / "run", 2, state)
-    with pytest.raises(ReadError, match=r"tensor `optim\.state\.0\.exp_avg`: its local tensor is one of class .*Codes"):
+    with pytest.raises(ReadError, match=r"tensor `optim\.state\.0\.exp_avg`: its local tensor is of class .*Codes"):
         convert(folder, tmp_path / "all.pt")
     convert(folder, tmp_path / "model.pt", drop="optimizer")
     assert_same(torch.load(tmp_path / "model.pt"), {"model": {"w": WHOLE}})
