@@ -10,7 +10,8 @@ from __future__ import annotations
 import pickletools
 import re
 import struct
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -71,18 +72,18 @@ def _run(top: int) -> re.Pattern[bytes]:
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}))"
 _FLAT = rb"(?:%b(?:\x85|%b(?:\x86|%b\x87))|\(%b{4,16}t)" % (_INT, _INT, _INT, _INT)
 FLAT_COST = 18  # elements of what that matches
-_TUPLES, _FRAME, _PERSISTENT = frozenset(b"\x85\x86\x87t"), 0x95, b"Q"
+_TUPLES, _FRAME = frozenset(b"\x85\x86\x87t"), 0x95
 # What a guarded pickle may not have: containers with other limits, sets of keys, and persistent ids of its own.
 _UNGUARDED = frozenset(b"ldoiQP\x8f\x90\x91")
 
 # What puts keys into a dict or a set (SETITEMS, SETITEM, DICT, ADDITEMS, FROZENSET), and in the place of each a tuple
 # of what it takes from the stack, which is a persistent id. What answers that puts it back there, with its keys.
 INSERTIONS = {ord("u"): b"t\x86Q", ord("s"): b"\x87Q", ord("d"): b"tQ", 0x90: b"t\x86Q", 0x91: b"tQ"}
-_INSERTIONS = {code: memoryview(opcodes) for code, opcodes in INSERTIONS.items()}
 # In the same way calls whose result is taken off the stack again (REDUCE, POP), and objects of a class that may be
 # one that the pickle makes itself (NEWOBJ, NEWOBJ_EX).
 _DROPPED, _OBJECTS = b"R0", b"\x81\x92"
-_CALLS = {ord("R"): memoryview(b"\x86Q"), 0x81: memoryview(b"\x86Q"), 0x92: memoryview(b"\x87Q")}
+_CALLS = {ord("R"): b"\x86Q", 0x81: b"\x86Q", 0x92: b"\x87Q"}
+_IN_PLACE = {**INSERTIONS, **_CALLS, _OWN_ID: b"Q"}
 _OWN_IDS = frozenset(b"QP")
 # What makes values whose hash a file can choose; of a file that has fewer, each byte counted, the keys are few.
 _CHOSEN = (b"t", b"\x85", b"\x86", b"\x87", b"\x8a", b"\x8b", b"I", b"L", b"\x91")
@@ -98,7 +99,7 @@ _TELL = 1 << 17  # bytes between two looks at how far it is
 
 def _light(top: int, learnt: Iterable[bytes] = ()) -> re.Pattern[bytes]:
     """Return a pattern of opcodes as `_run` does, but no tuple except a flat one; those of `learnt` at once."""
-    codes = _CODES - REFUSED - _UNGUARDED - _TUPLES - _INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
+    codes = _CODES - REFUSED - _UNGUARDED - _TUPLES - INSERTIONS.keys() - {_STOP, _BINPUT, _FRAME, _MARK}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*learnt, _flat(top), rb"\(", *by_length.values(), _put(top), _INT, _TEXT]
@@ -196,11 +197,31 @@ def check(data: bytes) -> int | None:
     return end
 
 
+class Pieces:
+    """Pieces of a pickle, and behind some of them opcodes in the place of one of its own. They are made as they come:
+    300,000 of them would take three times the memory of the pickle."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._bounds, self._then = array("q"), bytearray()
+
+    def add(self, begin: int, end: int, then: int = 0) -> None:
+        """Add the bytes from `begin` to `end`, and what stands in the place of the opcode `then`, unless that is 0."""
+        self._bounds.extend((begin, end))
+        self._then.append(then)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for begin, end, then in zip(self._bounds[::2], self._bounds[1::2], self._then, strict=True):
+            yield self._data[begin:end]
+            if then:
+                yield _IN_PLACE[then]
+
+
 class Answered(NamedTuple):
     """A pickle in pieces, some opcodes of which are persistent ids now; `calls` has for each, in order, the opcode in
     whose place it is: `Q` for one of its own, `t` for a tuple, one of `INSERTIONS` or of those that call."""
 
-    pieces: list[memoryview]
+    pieces: Pieces
     calls: bytearray
 
 
@@ -242,8 +263,7 @@ def _answered(
     seen: Callable[[float], None] = lambda share: None,
 ) -> Answered:
     run = pattern.match
-    whole, persistent = memoryview(data), memoryview(_PERSISTENT)
-    pieces: list[memoryview] = []
+    pieces = Pieces(data)
     calls = bytearray()
     begin = at = told = 0
     while True:
@@ -255,22 +275,23 @@ def _answered(
         if opcode == _STOP:
             if at + 1 != len(data):
                 raise _Unguarded
-            return Answered([*pieces, whole[begin : at + 1]], calls)
+            pieces.add(begin, at + 1)
+            return Answered(pieces, calls)
         if opcode in refused:
             raise _Unguarded
         if opcode in tuples:
             at += 1
-            pieces += whole[begin:at], persistent
+            pieces.add(begin, at, _OWN_ID)
             calls.append(_TUPLE)
             begin = at
             continue
-        if opcode in _INSERTIONS:
-            pieces += whole[begin:at], _INSERTIONS[opcode]
+        if opcode in INSERTIONS:
+            pieces.add(begin, at, opcode)
             calls.append(opcode)
             begin = at = at + 1
             continue
         if opcode in _CALLS and (opcode in _OBJECTS or data.startswith(_DROPPED, at)):
-            pieces += whole[begin:at], _CALLS[opcode]
+            pieces.add(begin, at, opcode)
             calls.append(opcode)
             begin = at = at + 1
             continue
@@ -278,7 +299,7 @@ def _answered(
             calls.append(_OWN_ID)
         after = _after(data, at, opcode, len(data), memo)
         if opcode == _FRAME:
-            pieces.append(whole[begin:at])
+            pieces.add(begin, at)
             begin = after
         # As in `_walk`.
         at = _row(data, after).end()
@@ -287,7 +308,7 @@ def _answered(
 @lru_cache
 def _inserting(has_texts: bool, calls: bytes) -> re.Pattern[bytes]:
     """Return a pattern of opcodes that put nothing into dicts and sets, and are none of `calls`."""
-    codes = _CODES - REFUSED - _INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME, *calls}
+    codes = _CODES - REFUSED - INSERTIONS.keys() - _OWN_IDS - {_STOP, _FRAME, *calls}
     by_length = pickle_limits.fixed_length(codes)
     bare = by_length.pop(0) + b"*"
     others = [*by_length.values(), *([_TEXT] if has_texts else [])]

@@ -15,7 +15,7 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from itertools import islice
@@ -157,12 +157,12 @@ Names = Mapping[tuple[str, str], Any]
 
 
 class _Pieces(io.RawIOBase):
-    """A stream of bytes in pieces; `seen` is told the share that has been read."""
+    """A stream of bytes in pieces; `seen` is told how many have been read."""
 
-    def __init__(self, pieces: Collection[memoryview], seen: Callable[[float], None] = lambda share: None) -> None:
+    def __init__(self, pieces: Iterable[bytes], seen: Callable[[int], None] = lambda count: None) -> None:
         self._pieces = iter(pieces)
         self._piece = memoryview(b"")
-        self._total, self._read, self._seen = sum(map(len, pieces)), 0, seen
+        self._read, self._seen = 0, seen
 
     def readable(self) -> bool:
         return True
@@ -175,14 +175,14 @@ class _Pieces(io.RawIOBase):
                 following = next(self._pieces, None)
                 if following is None:
                     break
-                piece = following
-                if len(piece) < _SMALL:
-                    piece = memoryview(b"".join((piece, *islice(self._pieces, _SMALL))))
+                if len(following) < _SMALL:
+                    following = b"".join((following, *islice(self._pieces, _SMALL)))
+                piece = memoryview(following)
             n = min(room - at, len(piece))
             buffer[at : at + n] = piece[:n]
             at, piece = at + n, piece[n:]
         self._piece = piece
-        self._seen(self._read / self._total)
+        self._seen(self._read)
         self._read += at
         return at
 
@@ -354,7 +354,7 @@ def load(
         if found is not None:
             # What cannot be read so is read again, and checked as a whole.
             with suppress(Exception), no_garbage_collection(), working(len(data)):
-                stream = _Pieces(found.pieces, lambda share: seen(0.5 + share / 2))
+                stream = _Pieces(found.pieces, lambda count: seen(min(0.5 + count / len(data) / 2, 1.0)))
                 return _Unpickler(stream, known or {}, None, guarded, found.calls).load()
         end = pickle_opcodes.check(data)
         if end is None:

@@ -110,7 +110,7 @@ def test_every_tuple_that_is_not_flat_is_asked_for(protocol: int, monkeypatch: p
     assert opcodes._learn(data, 0)
     guarded = opcodes.guarded(data)
     assert guarded is not None
-    insertion = opcodes._INSERTIONS[ord("u")]
+    insertion = opcodes.INSERTIONS[ord("u")]
     restored = b"".join(b"u" if piece is insertion else piece for piece in guarded.pieces)
     found = [(op.name, argument) for op, argument, _ in pickletools.genops(restored)]
     assert guarded.calls.count(b"t") == sum(name == "BINPERSID" for name, _ in found)

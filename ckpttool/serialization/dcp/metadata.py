@@ -239,6 +239,7 @@ class _Reader:
                 for self._key, value in block:
                     self._read_entries([(self._key, value)])
                 raise
+            tensors.update((key, None) for key, _ in block)  # what the pickle made of it is not needed any more
         self._key = None
         self._assign_items(entries, root.fields.get("storage_data"))
         for self._key, entry in entries.items():
