@@ -197,7 +197,7 @@ def check(data: bytes) -> int | None:
     return end
 
 
-class Pieces:
+class PicklePieces:
     """Pieces of a pickle, and behind some of them opcodes in the place of one of its own. They are made as they come:
     300,000 of them would take three times the memory of the pickle."""
 
@@ -221,7 +221,7 @@ class Answered(NamedTuple):
     """A pickle in pieces, some opcodes of which are persistent ids now; `calls` has for each, in order, the opcode in
     whose place it is: `Q` for one of its own, `t` for a tuple, one of `INSERTIONS` or of those that call."""
 
-    pieces: Pieces
+    pieces: PicklePieces
     calls: bytearray
 
 
@@ -263,7 +263,7 @@ def _answered(
     seen: Callable[[float], None] = lambda share: None,
 ) -> Answered:
     run = pattern.match
-    pieces = Pieces(data)
+    pieces = PicklePieces(data)
     calls = bytearray()
     begin = at = told = 0
     while True:
