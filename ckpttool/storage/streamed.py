@@ -20,7 +20,7 @@ from ckpttool.storage.senders import SendingStopped
 if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
 
-_AHEAD = 3  # parts in memory that were not taken: what is written at a time lies in two
+_AHEAD = 2  # parts in memory that were not taken: what is written at a time lies in no more
 _POLL = 0.1  # seconds, after which somebody who waits looks whether it was stopped
 
 
