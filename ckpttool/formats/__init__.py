@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
@@ -35,6 +34,9 @@ NOT_WRITTEN = {
     **dict.fromkeys((".h5", ".hdf5", ".keras", ".msgpack", ".pb", ".tflite", ".tar", ".zip", ".gz"), ""),
 }
 """Suffixes of files that are no checkpoints of a format, and what is written in place of such a file."""
+
+_SUFFIX = re.compile(r"\.[^./]+$")
+_SUFFIXES = [suffix for row in CHECKPOINTS for suffix in row.suffixes]
 
 OF_TRANSFORMERS = ("hf", "huggingface", "transformers", "vllm")
 """What the directory of a model is called that `export` writes."""
@@ -78,8 +80,8 @@ def writable(name: str | None, dst: str) -> Format:
         if suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
             stem = dst.removesuffix(suffix)
             hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"
-        elif near := near_names(PurePath(dst).suffix or "/", [one for row in CHECKPOINTS for one in row.suffixes], 1):
-            hint = f"did you mean `{PurePath(dst).with_suffix(near[0])}`? Else {hint}"
+        elif (typed := _SUFFIX.search(dst)) and (near := near_names(typed[0], _SUFFIXES, 1)):
+            hint = f"did you mean `{dst.removesuffix(typed[0])}{near[0]}`? Else {hint}"
         raise UsageError(f"cannot infer the output format from `{dst}`", hint=hint)
     if row.create is None:
         raise UsageError(f"{row.name} can be read but not written")
