@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpttool.storage.stores import Location
 
 _AHEAD = 2  # parts in memory that were not taken: what is written at a time lies in no more
+_KEPT = 8  # parts whose memory is used again
 _POLL = 0.1  # seconds, after which somebody who waits looks whether it was stopped
 
 
@@ -124,8 +125,10 @@ class StreamedFile(Pool):
         for i in range(len(self._buffers)):
             if sys.getrefcount(self._buffers[i]) == 2:  # the list, and this call
                 return memoryview(self._buffers[i])
-        self._buffers.append(bytearray(self.part))
-        return memoryview(self._buffers[-1])
+        buffer = bytearray(self.part)
+        if len(self._buffers) < _KEPT:
+            self._buffers.append(buffer)
+        return memoryview(buffer)
 
     def _span(self, number: int) -> tuple[int, int]:
         return number * self.part, min(self.size, (number + 1) * self.part)

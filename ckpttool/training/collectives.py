@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError, StorageError, UsageError
-from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location
 from ckpttool.storage.writers import Writers
 from ckpttool.training import devices
@@ -120,12 +120,12 @@ def all_gather_different(value: Callable[[], T]) -> list[T]:
     as in `together`."""
     own: list[T] = []
 
-    def checksum() -> int:
+    def digest() -> str:
         own.append(value())
-        return crc32(repr(own).encode(errors="surrogatepass"))
+        return identity.key(own[0])
 
-    checksums = all_gather_of(checksum)
-    return all_gather(own[0]) if any(one != checksums[0] for one in checksums) else []
+    digests = all_gather_of(digest)
+    return all_gather(own[0]) if any(one != digests[0] for one in digests) else []
 
 
 def _gather_or_raise(own_error: Exception | None, value: T) -> list[T]:

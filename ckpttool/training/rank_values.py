@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpttool.catalogue import flatten, parts
+from ckpttool.catalogue import flatten, identity, parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, above, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
@@ -116,11 +116,9 @@ def _fingerprint(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [_fingerprint(item) for item in value]
     if isinstance(value, Mapping):
-        return type(value).__name__, [(repr(key), _fingerprint(below)) for key, below in value.items()]
-    if isinstance(value, (set, frozenset)):
-        return type(value).__name__, sorted(map(repr, value))
-    if isinstance(value, (bool, int, float, complex, str, type(None))):
-        return type(value).__name__, repr(value)
+        return type(value).__name__, [(identity.key(key), _fingerprint(below)) for key, below in value.items()]
+    if isinstance(value, (bool, int, float, complex, str, set, frozenset, type(None))):
+        return type(value).__name__, identity.key(value)
     if isinstance(value, bytes):
         return "bytes", crc32(value)
     if holds_sharded(value):

@@ -455,7 +455,7 @@ def test_an_average_that_saves_copies_is_covered(tmp_path: Path, saved: Path) ->
     ("more", "state", "says"),
     [
         ("model.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}", "differs",
-         "`model.shadow` holds 6 tensors that no `state_dict` of the recipe's state has, shaped as the model's"),
+         "`model.shadow` holds 6 tensors that no `state_dict` of the recipe's state has, shaped like the model's"),
         ("globals()['AVERAGE'] = torch.optim.swa_utils.AveragedModel(model)", "differs", "`AVERAGE` holds 8 tensors"),
         ("import types; model[0].own = types.SimpleNamespace(table=[torch.ones(3)])", "note",
          "`model.0.own.table` holds 1 tensor"),

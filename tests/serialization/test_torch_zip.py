@@ -329,7 +329,7 @@ def write(state: dict[str, Any], base: int = 0, **options: Any) -> bytes:
     for key, record in layout.storages.items():
         out[record.offset : record.offset + record.nbytes] = payloads[key]
     by_offset = {layout.storages[key].offset: zlib.crc32(data) for key, data in payloads.items()}
-    for offset, piece in layout.pieces + layout.patches(lambda record: by_offset[record.offset]):
+    for offset, piece in [*layout.pieces, *layout.patches(lambda record: by_offset[record.offset])]:
         assert base <= offset and offset + len(piece) <= base + layout.size
         out[offset : offset + len(piece)] = piece
     return bytes(out)
@@ -391,7 +391,7 @@ def huge(path: Path, sizes: list[int]) -> list[int]:
     layout = lay_out(tree, lambda v: v if isinstance(v, NewTensor) else None, root="archive")
     with open(path, "wb") as stream:
         stream.truncate(layout.size)
-        for offset, piece in layout.pieces + layout.patches(lambda record: 0xDEAD):
+        for offset, piece in [*layout.pieces, *layout.patches(lambda record: 0xDEAD)]:
             stream.seek(offset)
             stream.write(piece)
         for i, record in enumerate(layout.storages.values()):
@@ -486,7 +486,7 @@ def test_records_that_are_known_are_not_asked_for() -> None:
     def crc_of(record: Any) -> int:
         raise AssertionError("asked")
 
-    layout.patches(crc_of)
+    assert [*layout.patches(crc_of)]
     assert layout.storages["0"].nbytes == 0 and torchzip.ALIGNMENT == 64
 
 
