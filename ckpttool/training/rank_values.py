@@ -108,8 +108,8 @@ def _fingerprint(value: Any) -> Any:
     """Return what is equal for equal values, and small: of the elements of tensors and arrays a checksum."""
     if is_sharded(value):
         return "sharded"
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if isinstance(value, torch.Tensor) and _has_plain_elements(value):
+        elements = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         return str(value.dtype), tuple(value.shape), crc32(elements.numpy())
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, crc32(value.tobytes())
@@ -128,6 +128,10 @@ def _fingerprint(value: Any) -> Any:
     with suppress(Exception):  # of which the save itself says that it cannot be pickled
         torch.save(value, pickled)
     return type(value).__name__, pickled.crc
+
+
+def _has_plain_elements(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
 class _Checksum:

@@ -154,3 +154,24 @@ def test_two_values_of_one_name(tmp_path: Path) -> None:
     with pytest.raises(ckpttool.CkptError, match="have the same name in DCP") as refused:
         ckpttool.save(tmp_path / "saved", nn.Linear(1, 1), value={"a.b": 1, "a": {"b": 2}})
     assert refused.value.exit_code == 2 and not [*tmp_path.iterdir()]
+
+
+def test_tensors_of_every_kind_are_compared(tmp_path: Path) -> None:
+    """On several ranks by their elements, which not all have: here only that none of them stops the save."""
+    values = torch.arange(4.0)
+    odd = {
+        "meta": torch.ones(2, device="meta"),
+        "conjugate": torch.view_as_complex(torch.ones(2, 2)).conj(),
+        "negative": torch.view_as_complex(torch.ones(2, 2)).conj().imag,
+        "expanded": torch.ones(1).expand(3),
+        "empty": torch.ones(0, 3),
+        "scalar": torch.tensor(3),
+        "float8": values.to(torch.float8_e4m3fn),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": torch.quantize_per_tensor(values, 0.1, 0, torch.quint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "in a list": [torch.ones(2), (torch.zeros(1), {"a": torch.ones(1)})],
+    }
+    ckpttool.save(tmp_path / "a.pt", torch.nn.Linear(1, 1), format="torch", odd=odd)
+    saved = torch.load(tmp_path / "a.pt", weights_only=False)["odd"]
+    assert saved.keys() == odd.keys() and torch.equal(saved["negative"], odd["negative"].resolve_neg())
