@@ -76,24 +76,6 @@ class RecordPiece(NamedTuple):
 
 _HEAD, _WIDTH = 6, len(RecordPiece._fields)
 _RUN = 1 << 31  # bytes of a piece that has its length and its CRC in one number
-_BLOCK = 128  # numbers
-
-
-class _Row:
-    """Numbers in blocks: of many rows that grow by turns, each would leave holes in the memory, five times its size."""
-
-    __slots__ = ("_blocks",)
-
-    def __init__(self) -> None:
-        self._blocks: list[array[int]] = []
-
-    def extend(self, numbers: Iterable[int]) -> None:
-        if not self._blocks or len(self._blocks[-1]) >= _BLOCK:
-            self._blocks.append(array("q"))
-        self._blocks[-1].extend(numbers)
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._blocks)
 
 
 class WrittenCrcs(Mapping[tuple[int, int], int]):
@@ -101,7 +83,7 @@ class WrittenCrcs(Mapping[tuple[int, int], int]):
     in a dict, a quarter of a million take 50 MB."""
 
     def __init__(self) -> None:
-        self._added: defaultdict[int, _Row] = defaultdict(_Row)
+        self._added: defaultdict[int, array[int]] = defaultdict(partial(array, "q"))
         self._columns: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(lambda: (array("q"), array("I")))
 
     def add(self, file: int, offset: int, crc: int) -> None:
@@ -121,8 +103,9 @@ class WrittenCrcs(Mapping[tuple[int, int], int]):
     def _sorted(self, file: int) -> tuple[array[int], array[int]]:
         offsets, crcs = self._columns[file]
         if file in self._added:
-            for i, number in enumerate(self._added.pop(file)):
-                (crcs if i % 2 else offsets).append(number)
+            added = self._added.pop(file)
+            offsets.extend(added[::2])
+            crcs.extend(iter(added[1::2]))
             order = sorted(range(len(offsets)), key=offsets.__getitem__)
             last = [i for i, j in zip_longest(order, order[1:]) if j is None or offsets[i] != offsets[j]]
             self._columns[file] = array("q", [offsets[i] for i in last]), array("I", [crcs[i] for i in last])
@@ -149,7 +132,7 @@ class Pieces:
     def __init__(self) -> None:
         # Rows of numbers for all of a record: a checkpoint of 64 ranks has 250,000. Of a run of bytes there are two,
         # its offset and then its length with the CRC, of others those of `RecordPiece`.
-        self._runs: defaultdict[Record, _Row] = defaultdict(_Row)
+        self._runs: defaultdict[Record, array[int]] = defaultdict(partial(array, "q"))
         self._others: defaultdict[Record, array[int]] = defaultdict(partial(array, "q"))
         self._used: defaultdict[Record, int] = defaultdict(int)
         self._lock = threading.Lock()
