@@ -117,7 +117,9 @@ def all_gather_of(value: Callable[[], T]) -> list[T]:
 
 def all_gather_different(value: Callable[[], T]) -> list[T]:
     """Gather what `value` returns if that differs, else nothing: it may be large, and ranks many. Ranks may fail in it
-    as in `together`."""
+    as in `together`; a single one does not call it."""
+    if not is_distributed():
+        return []
     own: list[T] = []
 
     def digest() -> str:

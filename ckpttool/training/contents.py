@@ -357,7 +357,7 @@ def put(values: dict[Any, Any], path: Path, value: Any) -> None:
     values[last] = value
 
 
-# The rest -------------------------------------------------------------------------------------------------------------
+# Values ---------------------------------------------------------------------------------------------------------------
 
 
 def with_tensors(value: Any, catalogue: Catalogue, read: Read) -> Any:

@@ -32,12 +32,7 @@ from ckpttool.text import meant, size, some
 from ckpttool.training import collectives, fill, fsdp1, match, released_names, stages
 from ckpttool.training.check_read import check_read
 from ckpttool.training.check_ties import check_ties
-from ckpttool.training.contents import (
-    Contents,
-    LoadOptions,
-    describe,
-    own_paths,
-)
+from ckpttool.training.contents import Contents, LoadOptions, describe, own_paths
 from ckpttool.training.fill import Filler
 from ckpttool.training.match import GroupMatch, ModelMatch
 from ckpttool.training.materialize import materialize

@@ -30,6 +30,7 @@ from ckpttool.training import collectives
 from ckpttool.training.contents import from_picklable
 from ckpttool.training.sharded_values import holds_sharded, is_sharded, with_items
 
+# As `parts.rank_key` spells it: in the state of a script, other spellings may be keys of anything.
 _RANK_KEY = re.compile(r"rank\d+")
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -46,6 +47,7 @@ class Separate:
 def find_separate(values: Mapping[str, Any], models: Collection[Path]) -> Separate:
     """Compare the values of the ranks, but those of state dicts of `models`. Raises UsageError for sharded tensors
     beside values that differ. A collective."""
+    # A single rank does so too: several that resume from it would all draw the same numbers.
     kept: list[Path] = [(name,) for name in values if parts.kind_of_key(name) in parts.PER_RANK]
     of_ranks = collectives.all_gather_different(
         lambda: {path: _fingerprint(value) for path, value in _leaves(values, (), {*kept, *models})}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from torch import nn
@@ -27,19 +29,15 @@ def join(state: dict[str, Any]) -> list[Path]:
     """Make the parameter groups in a state dict those of the optimizers of all ranks, and return the paths of the
     tensors of which rank 0 has none. Raises UsageError for groups with different hyper-parameters. A collective."""
     keys = [("model",), ("optim", "state")] if "optim" in state else [("model",)]
-    of_ranks = collectives.all_gather_different(lambda: [(*key, name) for key in keys for name in _at(state, key)])
+    of_ranks = collectives.all_gather_different(
+        lambda: [(*key, name) for key in keys for name in reduce(getitem, key, state)]
+    )
     if of_ranks and "optim" in state:
         groups = collectives.all_gather(state["optim"]["param_groups"])
         with collectives.together():
             state["optim"] = {**state["optim"], "param_groups": _joined(groups)}
     first = set(of_ranks[0]) if of_ranks else set()
     return [path for path in dict.fromkeys(path for paths in of_ranks for path in paths) if path not in first]
-
-
-def _at(state: Any, path: Path) -> Any:
-    for key in path:
-        state = state[key]
-    return state
 
 
 def _joined(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

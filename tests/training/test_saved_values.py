@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 
 import ckpttool
+from ckpttool.training import rank_values
 
 VALUES: dict[str, Any] = {
     "numbers": [3, 2.5, True, None, 1 + 2j, 1 << 80, float("inf")],
@@ -157,7 +158,7 @@ def test_two_values_of_one_name(tmp_path: Path) -> None:
 
 
 def test_tensors_of_every_kind_are_compared(tmp_path: Path) -> None:
-    """On several ranks by their elements, which not all have: here only that none of them stops the save."""
+    """On several ranks by their elements, which not all have; none of them stops the save."""
     values = torch.arange(4.0)
     odd = {
         "meta": torch.ones(2, device="meta"),
@@ -172,6 +173,8 @@ def test_tensors_of_every_kind_are_compared(tmp_path: Path) -> None:
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "in a list": [torch.ones(2), (torch.zeros(1), {"a": torch.ones(1)})],
     }
+    # One process has nothing to compare with.
+    assert rank_values._fingerprint(odd) == rank_values._fingerprint(copy.copy(odd))
     ckpttool.save(tmp_path / "a.pt", torch.nn.Linear(1, 1), format="torch", odd=odd)
     saved = torch.load(tmp_path / "a.pt", weights_only=False)["odd"]
     assert saved.keys() == odd.keys() and torch.equal(saved["negative"], odd["negative"].resolve_neg())
