@@ -50,7 +50,6 @@ Kind = Literal[
     "unreadable",  # an object that cannot be read
     "unreadable-manifest",  # a manifest that cannot be read
     "unsafe-global",  # a name in a pickle that runs code when loaded; `names` has it
-    "unused-file",  # files that are not part of what was opened
     "unused-storage",  # bytes that no tensor uses
 ]
 

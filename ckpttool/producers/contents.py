@@ -42,7 +42,7 @@ _SUFFIX = re.compile(
 )
 _INDEX = re.compile(r".*\.index\.json")
 _PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"
-_OF_PIECES = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
+_OF_SAFETENSORS = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
 # Of the model for other libraries, and what people look at. A replay buffer may be an HDF5 file, too.
 _OTHER_LIBRARIES = r".*\.(msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)|tf_model(-\d{5}-of-\d{5})?\.h5"
 _LOOKED_AT = (
@@ -73,7 +73,7 @@ def layout(
     is_dcp = names is None and directory.has(DCP_FILE)
     if is_dcp or (names is None and directory.has(_PIECES)):
         result.components.append(Component(""))
-        listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_PIECES, name)]
+        listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_SAFETENSORS, name)]
     found = [*_below(directory, listed, is_dcp, result)]
     for folder in folders:
         inner = directory.folder(folder)
@@ -93,12 +93,12 @@ def layout(
 
 
 def is_of_safetensors(directory: Directory) -> bool:
-    """Return whether a directory has one file or an index of safetensors, and nothing but what such a model is made of,
-    by the names."""
-    known = rf"{_OF_PIECES}|{REPOSITORY.pattern}|{re.escape(NAME)}"
+    """Return whether a directory has one file, an index or a training state in safetensors, and nothing but what such a
+    model is made of, by the names."""
+    known = rf"{_OF_SAFETENSORS}|{REPOSITORY.pattern}|{re.escape(NAME)}"
     rest = [n for n in directory.names if not re.fullmatch(known, n) and not _ASSET.fullmatch(n)]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
-    return not rest and (number == 1 or directory.has(r".*\.safetensors\.index\.json"))
+    return not rest and (number == 1 or directory.has(r".*\.safetensors\.index\.json|ckpttool\.json"))
 
 
 def _below(
@@ -119,8 +119,6 @@ def _below(
             if not (is_dcp and re.fullmatch(rf"{DCP_FILES.pattern}|{deepspeed.FILES}", name)):
                 yield above + name  # those of a DCP directory may lie in folders of it
             continue
-        if name == "sharded/" and directory.has(r".*\.safetensors\.index\.json"):
-            continue  # the same model, before torch's writer joined its files
         inner = directory.folder(name)
         if (recognition := foreign.recognise(location, inner)) is not None:
             layout.unreadable[above + name] = recognition.refusal(location)
@@ -131,7 +129,7 @@ def _below(
             yield from _below(inner, inner.names, True, layout, above + name, depth + 1)
         elif inner.has(_PIECES):
             yield above + name
-            rest = [one for one in inner.names if not re.fullmatch(_OF_PIECES, one)]
+            rest = [one for one in inner.names if not re.fullmatch(_OF_SAFETENSORS, one)]
             yield from _below(inner, rest, False, layout, above + name, depth + 1)
         else:
             yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)
@@ -220,7 +218,8 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
     it logs."""
     location = directory.at(name.rstrip("/"))
     if name.endswith("/"):
-        layout.components.append(Component(name, files=(name,)))
+        # Torch's writer joins the pieces in `sharded/` to the files beside it.
+        layout.components.append(Component(name, files=(name,), spare=name.endswith("sharded/")))
     elif location.exists() and not location.is_file():
         # Opening a pipe would wait, and reading a device never end.
         text = f"`{location}`: a pipe or a device, not a regular file"

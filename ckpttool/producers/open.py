@@ -141,7 +141,10 @@ def _open_directory(location: Location, directory: Directory, options: OpenOptio
     row = next((row for row in formats.FORMATS if row.recognise(location)), None)
     if row is not None and contents.is_of_safetensors(directory):
         # Nothing else is looked at, which on the Hub would be a request each.
-        return row.open(location, options)
+        model = row.open(location, options)
+        if "unused" not in model.catalogue.facts:
+            return model
+        model.close()
     layout = contents.layout(directory)
     if row is not None and (source := _opened_whole(row, location, layout, options)):
         return source
@@ -176,6 +179,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
         layout.unreadable
         or (unread and (row is rankfiles.FORMAT or not source.catalogue.faults))
         or (own and reader.is_of_each_rank(source.catalogue))
+        or "unused" in source.catalogue.facts
     ):
         source.close()
         return None

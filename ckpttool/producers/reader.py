@@ -10,9 +10,7 @@ from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
-from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.boxes import Ints, whole
-from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -20,21 +18,13 @@ from ckpttool.formats import documents, rankfiles, torchsave
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.producers import contents
+from ckpttool.producers import contents, twins
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.template import is_copied
-from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
-from ckpttool.transfer.numbers import numbers
-from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import read_box
-
-_COMPARED = 1024  # elements at each end of a tensor
-_FEW = 4  # tensors
-_ROUNDED, _TINY = 2**-8, 2**-24  # how far rounding moves a number: of bfloat16, and near zero of float16
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
@@ -70,8 +60,14 @@ def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> L
 
 
 def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> Source:
-    """Open the components of a directory. Raises ReadError or CorruptError."""
+    """Open the components of a directory, and what a format has left in it. Raises ReadError or CorruptError."""
     source = _Opening(directory, layout.components, options).source()
+    of_components = {name for component in layout.components for name in (component.name, *component.files)}
+    if unused := {*source.catalogue.facts.pop("unused", ())} - of_components:
+        source.close()
+        layout.add(contents.layout(directory, unused, beside=True))
+        source = _Opening(directory, layout.components, options).source()
+        source.catalogue.facts.pop("unused", None)
     catalogue = source.catalogue
     # Files that an index does not mention are other components or assets, or cannot be read.
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
@@ -116,7 +112,7 @@ def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict
 @dataclass(frozen=True, slots=True)
 class _Opening:
     """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
-    are the errors of those that cannot be opened."""
+    are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none."""
 
     directory: Directory
     components: list[Component]
@@ -124,6 +120,7 @@ class _Opening:
     warnings: dict[Warning, list[str]] = field(default_factory=dict)
     faults: list[CkptError] = field(default_factory=list)
     mounted: list[Mounted] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -143,6 +140,7 @@ class _Opening:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
             combined.catalogue.faults += self.faults
             combined.catalogue.facts |= {"mounted": _listed(self.mounted), "components": self.mounted}
+            combined.catalogue.facts |= {"unused": self.unused} if self.unused else {}
             # Warnings have the name of their component, and appear once where all ranks have the same.
             for warning, (name, *others) in self.warnings.items():
                 named = f"`{name}` and {len(others)} more" if others else f"`{name}`"
@@ -163,10 +161,13 @@ class _Opening:
             self.faults.append(_of_component(error, self.directory, name, dotted(component.root)))
             return
         catalogue = source.catalogue
-        if component.spare and (twin := _twin(source, combined, [one.root for one in self.mounted])) is not None:
+        folder = component.name if component.name.endswith("/") else ""
+        self.unused.extend(f"{folder}{name}" for name in catalogue.facts.pop("unused", ()))
+        if component.spare and (twin := twins.find(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
-            model = f"`{dotted(twin)}`" if twin else "the model"
-            text = f"`{component.name}` has the tensors of {model}, and is not read"
+            model = f"`{dotted(twin.root)}`" if twin.root else "the model"
+            names = " under other names" if twin.is_renamed else ""
+            text = f"`{component.name}` has the tensors of {model}{names}, and is not read"
             self.warnings.setdefault(Warning("superseded-file", text, file=component.name), []).append("")
             return
         if not any(True for _ in combined.catalogue.tensors):
@@ -270,45 +271,6 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
     shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
-
-
-def _twin(source: Source, combined: CombinedSource, mounted: Sequence[Path]) -> Path | None:
-    """Return the root of the component that has the same tensors by their names, shapes and elements at both ends, of a
-    few tensors if the files are on another machine, in the same dtype or one of more bytes; None without one, or where
-    it cannot be read."""
-    is_local = source.catalogue.is_local
-    tied = find_aliases(source.catalogue.tensors)
-    own = _by_shape(source.catalogue.tensors, ())
-    ties = {key for key, tensor in own.items() if tensor.path in tied}
-    for root in dict.fromkeys(root for one in mounted for root in (one, (*one, "model"))):
-        there = _by_shape(combined.catalogue.tensors, root)
-        if own and own.keys() - ties <= there.keys():
-            compared = [key for key in own if key in there]
-            with closing(files.Pool()) as pool, suppress(CorruptError, ReadError):
-                if all(
-                    _have_same_ends(own[key], source, there[key], combined, pool)
-                    for key in (compared if is_local else compared[-_FEW:])
-                ):
-                    return root
-    return None
-
-
-def _by_shape(tensors: Iterable[Tensor], root: Path) -> dict[tuple[str, Ints], Tensor]:
-    """Return the tensors below a root by their names there, and shapes."""
-    depth = len(root)
-    return {(dotted(t.path[depth:]), t.shape): t for t in tensors if t.path[:depth] == root}
-
-
-def _have_same_ends(a: Tensor, of_a: Source, b: Tensor, of_b: Source, pool: files.Pool) -> bool:
-    first = next(tiles(whole(a.shape), _COMPARED))
-    last = (tuple(n - size for n, size in zip(a.shape, first[1], strict=True)), first[1])
-    pairs = [(read_box(x, a, of_a, pool), read_box(x, b, of_b, pool)) for x in ((first, last) if a.numel else ())]
-    if a.dtype == b.dtype:
-        return all((x == y).all() for x, y in pairs)
-    if not (a.dtype.kind == b.dtype.kind == "float" and a.dtype.itemsize < b.dtype.itemsize):
-        return False
-    values = ((numbers(x, a.dtype).ravel(), numbers(y, b.dtype).ravel()) for x, y in pairs)
-    return all((abs(x - y) <= _ROUNDED * abs(y) + _TINY).all() for x, y in values)
 
 
 def _is_rank_local(component: Component) -> bool:

@@ -318,9 +318,8 @@ def test_consolidated_files_before_pieces(tmp_path: Path) -> None:
 def test_whole_tensors_beside_pieces(tmp_path: Path) -> None:
     pieces(tmp_path)
     safetensors.torch.save_file(some_state(), tmp_path / "model.safetensors")
-    catalogue = read(tmp_path)
-    check(catalogue, some_state())
-    assert any("safetensors files that are left aside: `" in str(w) for w in catalogue.warnings)
+    with pytest.raises(ReadError, match=r"has pieces of tensors, .*, beside whole ones, `model\.safetensors`"):
+        read(tmp_path)
 
 
 def test_state_whose_state_file_is_gone(tmp_path: Path) -> None:
@@ -329,7 +328,8 @@ def test_state_whose_state_file_is_gone(tmp_path: Path) -> None:
     (tmp_path / "out" / "ckpttool.json").unlink()
     catalogue = read(tmp_path / "out")
     check(catalogue, {k: v for k, v in read_back(tmp_path / "from").items() if isinstance(v, torch.Tensor)})
-    assert any("files that are left aside: `model-ema.safetensors`" in str(w) for w in catalogue.warnings)
+    others = {path.name for path in (tmp_path / "out").glob("*.safetensors")} - {"model.safetensors"}
+    assert {*catalogue.facts["unused"]} == others and "model-ema.safetensors" in others
 
 
 def read_back(folder: Path) -> Any:
@@ -514,7 +514,7 @@ def test_files_beside_the_index(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "consolidated.safetensors")
     catalogue = read(tmp_path)
     assert len(list(catalogue.tensors)) == 6
-    assert any("left aside: `consolidated.safetensors`" in str(w) for w in catalogue.warnings)
+    assert catalogue.facts["unused"] == ["consolidated.safetensors"]
 
 
 def test_files_of_torch_beside_the_weights_are_told(tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_single_file_before_the_index(tmp_path: Path) -> None:
     catalogue = read(tmp_path)
     check(catalogue, {"w": torch.ones(3)})
     assert any("`model.safetensors.index.json` is left aside" in str(w) for w in catalogue.warnings)
-    assert any("safetensors files that are left aside: `" in str(w) for w in catalogue.warnings)
+    assert len(catalogue.facts["unused"]) == 3
 
 
 def test_two_indexes(tmp_path: Path) -> None:
@@ -1007,9 +1007,8 @@ def test_state_file_cut(state_folder: Path) -> None:
 
 def test_state_with_a_tensor_too_many(state_folder: Path) -> None:
     changed(state_folder, lambda s, e: s["entries"].remove(e[("z",)]))
-    assert any(
-        "tensors in the files that `ckpttool.json` does not name: `z`" in str(w) for w in read(state_folder).warnings
-    )
+    with pytest.raises(CorruptError, match=r"ckpttool\.json`: does not name all tensors of its files: `z`"):
+        read(state_folder)
 
 
 def test_bare_storage_of_an_object(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ _NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY}
 _SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes that weights and state of optimizers have
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_VARIANT = re.compile(r"\.[a-z0-9_]+\.safetensors$")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _NO_SIZES = Warning(
     "unknown-shape",
@@ -213,8 +214,8 @@ def open_file(root: Location, name: str) -> Catalogue:
 
 
 def open_directory(root: Location, names: Sequence[str], only: Collection[str] | None = None) -> Catalogue:
-    """Return the catalogue of a directory with these names; files of whole tensors come before rank files. `only` is
-    that of `open_indexed`."""
+    """Return the catalogue of a directory with these names: of the model in it, or of the pieces of one. The fact
+    `unused` has the other safetensors files. `only` is that of `open_indexed`."""
     model_files = [n for n in names if n.endswith(SUFFIX)]
     ranks = [n for n in model_files if _RANK_FILE.fullmatch(n)]
     whole = [n for n in model_files if not _RANK_FILE.fullmatch(n)]
@@ -222,11 +223,13 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     sharded = root / SHARDED
     if not whole and not indexes:
         return _open_ranks(root, ranks) if ranks else _open_ranks(sharded, rank_files(sharded))
+    if ranks:
+        text = f"`{root}` has pieces of tensors, {some(ranks, 1)}, beside whole ones, {some(whole or indexes, 1)}"
+        raise ReadError(text, hint="move the files of one of them into a directory of their own", file=root)
     catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
     if unused := [n for n in model_files if n not in used]:
-        text = f"safetensors files that are left aside: {some(unused)}"
-        catalogue.warnings.append(Warning("unused-file", text))
+        catalogue.facts["unused"] = unused
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
         catalogue.warnings.append(Warning("unlisted-file", f"ignored, not safetensors: {some(others)}"))
     if rank_files(sharded):
@@ -263,7 +266,9 @@ def _open_whole(
     index_name = _INDEX if _INDEX in indexes else next(iter(indexes), None)
     if index_name is not None and _SINGLE not in whole:
         return open_indexed(root, index_name, only)
-    catalogue = _open_listed(root, [_SINGLE] if _SINGLE in whole else whole)
+    # `model.fp16.safetensors` has other values of the same model.
+    variants = {name for name in whole if _VARIANT.sub(SUFFIX, name) in {*whole} - {name}}
+    catalogue = _open_listed(root, [_SINGLE] if _SINGLE in whole else [n for n in whole if n not in variants])
     if index_name is not None:
         # transformers, too, takes the single file where there are both.
         text = f"`{index_name}` is left aside for `{_SINGLE}`"

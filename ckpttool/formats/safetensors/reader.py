@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
-from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.formats.safetensors import checksums, index, state_json
 from ckpttool.formats.safetensors.model_files import (
@@ -92,6 +91,8 @@ def _open_state(root: Location) -> Catalogue:
         check_sums(catalogue, sums, of_files, where)
     unlisted = [n for file, (_, header) in headers.items() for n in header.tensors if (file, n) not in used]
     if unlisted:
-        text = f"tensors in the files that `{state_json.NAME}` does not name: {some(unlisted)}"
-        catalogue.warnings.append(Warning("unlisted-tensor", text, file=state_json.NAME))
+        text = f"{where}: does not name all tensors of its files: {some(unlisted)}"
+        raise CorruptError(text, hint="the files are not of the same save", tensor=unlisted[0])
+    if unused := [name for name in root.names() if name.endswith(SUFFIX) and name not in headers]:
+        catalogue.facts["unused"] = unused
     return catalogue

@@ -202,7 +202,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
 
 # Warnings of the readers for which there are findings, file by file.
 _FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "missing-scale", "no-checksum")
-_FOUND_HERE += ("unreadable-manifest", "rank-part", "stale-file", "stale-index", "unused-file")
+_FOUND_HERE += ("unreadable-manifest", "rank-part", "stale-file", "stale-index")
 
 
 def _warnings(run: Verification) -> Iterator[Finding]:

@@ -29,8 +29,11 @@ def around(run: Verification) -> Iterator[Finding]:
         files = run.catalogue.own_files if run.is_open else ()
         listed = {file.location.absolute(): file for file in files}
         folders = {location.parent for location, file in listed.items() if not file.missing}
+        # What another file is taken in place of is known, too.
+        places = [w.file for w in run.catalogue.warnings if w.kind == "superseded-file" and w.file]
+        known = {*listed, *(root / str(place) for place in places)}
         for folder in sorted(folders | {root}):
-            yield from _in(folder, root, listed, run.catalogue.world_size)
+            yield from _in(folder, root, known, run.catalogue.world_size)
 
 
 def _in(folder: Location, root: Location, listed: Collection[Location], world: int) -> Iterator[Finding]:

@@ -1,0 +1,121 @@
+"""Whether the tensors of a file are those of a model that is open already: another format, dtype or naming of them.
+
+    pytorch_model.bin           beside model.safetensors     the same names
+    model.fp16.safetensors      beside model.safetensors     the same names, rounded
+    consolidated.safetensors    beside model-0000n-of-...    other names, and rows of queries and keys in another order
+
+Opening a checkpoint is not reading it: elements at both ends of each tensor are compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
+from math import prod
+from typing import NamedTuple
+
+from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.boxes import Ints, whole
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Path, Tensor, dotted
+from ckpttool.catalogue.protocols import Source
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.storage import files
+from ckpttool.transfer.numbers import Array, numbers
+from ckpttool.transfer.plan import tiles
+from ckpttool.transfer.read import read_box
+
+_COMPARED = 1024  # elements at each end of a tensor
+_FEW = 4  # tensors that are compared if the files are on another machine
+_ROUNDED, _TINY = 2**-8, 2**-24  # how far rounding moves a number: of bfloat16, and near zero of float16
+
+
+class Twin(NamedTuple):
+    """The component with the same tensors: `Twin(("model",), is_renamed=False)`."""
+
+    root: Path
+    is_renamed: bool
+
+
+class _Ends(NamedTuple):
+    """The first and the last elements of a tensor."""
+
+    dtype: Dtype
+    values: tuple[Array, ...]
+
+    def agree(self, other: _Ends) -> bool:
+        """Return whether the elements are those of `other`, or those rounded to fewer bytes."""
+        pairs = zip(self.values, other.values, strict=True)
+        if self.dtype == other.dtype:
+            return all((x == y).all() for x, y in pairs)
+        if not (self.dtype.kind == other.dtype.kind == "float" and self.dtype.itemsize < other.dtype.itemsize):
+            return False
+        floats = ((numbers(x, self.dtype).ravel(), numbers(y, other.dtype).ravel()) for x, y in pairs)
+        return all((abs(x - y) <= _ROUNDED * abs(y) + _TINY).all() for x, y in floats)
+
+
+def find(source: Source, opened: Source, roots: Sequence[Path]) -> Twin | None:
+    """Return the component of `opened`, by its root, that has the tensors of `source`; None without one, or where it
+    cannot be read. Tied tensors count once."""
+    tied = find_aliases(source.catalogue.tensors)
+    own = [tensor for tensor in source.catalogue.tensors if tensor.path not in tied]
+    with closing(files.Pool()) as pool, suppress(CorruptError, ReadError):
+        for root in dict.fromkeys(root for one in roots for root in (one, (*one, "model"))):
+            there = [tensor for tensor in opened.catalogue.tensors if tensor.path[: len(root)] == root]
+            if _has_same_names(own, source, there, opened, len(root), pool):
+                return Twin(root, is_renamed=False)
+            if _has_same_shapes(own, source, there, opened, pool):
+                return Twin(root, is_renamed=True)
+    return None
+
+
+def _has_same_names(
+    own: Sequence[Tensor], source: Source, there: Iterable[Tensor], opened: Source, depth: int, pool: files.Pool
+) -> bool:
+    by_name = {(dotted(tensor.path[depth:]), tensor.shape): tensor for tensor in there}
+    pairs = [(tensor, by_name.get((tensor.name, tensor.shape))) for tensor in own]
+    if not pairs or any(other is None for _, other in pairs):
+        return False
+    compared = pairs if source.catalogue.is_local else pairs[-_FEW:]
+    return all(
+        other is not None and _ends(tensor, source, pool).agree(_ends(other, opened, pool))
+        for tensor, other in compared
+    )
+
+
+def _has_same_shapes(
+    own: Sequence[Tensor], source: Source, there: Sequence[Tensor], opened: Source, pool: files.Pool
+) -> bool:
+    """Return whether each tensor is one of `there` with its shape and its ends, and none is left."""
+    number = Counter(tensor.shape for tensor in own)
+    if not own or number != Counter(tensor.shape for tensor in there):
+        return False
+    # The rarest shapes say the most: those of the embeddings.
+    rarest = sorted(own, key=lambda tensor: (number[tensor.shape], -tensor.numel))
+    compared = rarest if source.catalogue.is_local else rarest[:_FEW]
+    shapes = {tensor.shape for tensor in compared}
+    candidates: defaultdict[Ints, list[_Ends]] = defaultdict(list)
+    for tensor in there:
+        if tensor.shape in shapes:
+            candidates[tensor.shape].append(_ends_of_rows(tensor, opened, pool))
+    for tensor in compared:
+        ends, others = _ends_of_rows(tensor, source, pool), candidates[tensor.shape]
+        same = next((i for i, other in enumerate(others) if ends.agree(other)), None)
+        if same is None:
+            return False
+        del others[same]
+    return True
+
+
+def _ends(tensor: Tensor, source: Source, pool: files.Pool, most: int = _COMPARED) -> _Ends:
+    """Read at most `most` elements at each end."""
+    boxes = [next(tiles(whole(tensor.shape), most))] if tensor.numel else []
+    boxes += [(tuple(n - size for n, size in zip(tensor.shape, sizes, strict=True)), sizes) for _, sizes in boxes]
+    return _Ends(tensor.dtype, tuple(read_box(box, tensor, source, pool) for box in boxes))
+
+
+def _ends_of_rows(tensor: Tensor, source: Source, pool: files.Pool) -> _Ends:
+    """Read the ends of the first and the last row, which stay where they are when heads are laid out in another way."""
+    row = prod(tensor.shape[1:]) if len(tensor.shape) > 1 else _COMPARED
+    return _ends(tensor, source, pool, min(_COMPARED, max(1, row)))
