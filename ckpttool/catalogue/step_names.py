@@ -2,7 +2,7 @@
 
 step_100  epoch=3-step=900.ckpt  7epoch.pth       a word says it
 checkpoint_3_900.pt  3-900/                       of an epoch and a step, the larger count is the step
-epoch_1_iter_900.pt  epoch_2_iter_50.pt           within an epoch: both order checkpoints, and neither is the step
+epoch_1_iter_900.pt  epoch_2_iter_50.pt  e1_b900   within an epoch: both order checkpoints, and neither is the step
 G_100.pth G_200.pth D_100.pth                     the number in which names that are alike differ
 CKPT+2026-01-02+03-04-01+00                       a time, which orders checkpoints and is not a step
 ema_0.9999_100.pt  ckpt_100_rank0.pt  model-00001-of-00002.bin      a rate, a rank and a shard are not steps
@@ -28,8 +28,9 @@ def _patterns(*spelt: str) -> tuple[re.Pattern[str], ...]:
 
 # Words that count steps, and words that count something else where nothing counts steps.
 STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format(f"{_STEP}|iters"))
-EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"))
-WORDS = (*STEPS, *EPOCHS)
+EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"), r"(?:^|[^a-z])e(\d+)_b\d+")
+_BATCH = _patterns(r"(?:^|[^a-z])e\d+_b(\d+)")
+WORDS = (*STEPS, *_BATCH, *EPOCHS)
 # Without a word that says what it counts, a small number may be of epochs.
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
@@ -125,11 +126,10 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
             undecided.append(group)
     known = {place.step for place in places.values()}
     for group in undecided:
-        # One that has no brother goes with those of the same number.
-        for name in group:
-            numbers = {int(number) for number in _NUMBER.findall(_masked(name))} & known
-            if len(numbers) == 1:
-                places[name] = Place((step := numbers.pop(),), step)
+        # One that has no brother goes with those of the same number, as all do that are called alike.
+        numbers = [{int(number) for number in _NUMBER.findall(_masked(name))} & known for name in group]
+        if all(len(of_name) == 1 for of_name in numbers):
+            places |= {name: Place((step,), step) for name, (step,) in zip(group, numbers, strict=True)}
     return places
 
 
@@ -144,9 +144,9 @@ def _are_parts(column: Mapping[str, int], group: Sequence[str], names: Sequence[
 
 
 def _agree(epochs: Mapping[str, int], steps: Mapping[str, int]) -> bool:
-    """Return whether epochs do not fall as steps grow; if they do, each epoch has steps of its own."""
+    """Return whether epochs neither fall as steps grow, nor grow without them: each has steps of its own."""
     pairs = sorted((steps[name], epoch) for name, epoch in epochs.items())
-    return all(a <= b for (_, a), (_, b) in pairwise(pairs))
+    return all(a <= b and (step < other or a == b) for (step, a), (other, b) in pairwise(pairs))
 
 
 def _is_even(numbers: Iterable[int]) -> bool:

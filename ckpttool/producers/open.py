@@ -30,8 +30,10 @@ from ckpttool.producers import (
     foreign,
     listed_files,
     model_config,
+    read_only,
     reader,
     runs,
+    transformers,
 )
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
@@ -44,6 +46,7 @@ from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
 from ckpttool.text import some
 
+_OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
 _MAX_SHAPES = 64 << 20
 _WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
@@ -103,15 +106,32 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
 
 
 def _of_newest(run: runs.RunDirectory) -> list[str]:
-    """Return the files of a run that are written again at each step, such as the optimizer beside the weights of each
-    epoch, with that of the newest step if it is one file; not those that hold what a file of the step holds."""
-    chosen, names = run.chosen, [name for name in run.beside if not runs.COPY.search(name)]
-    if chosen is None or chosen.producer is not None or not names or chosen.path.is_dir():
+    """Return the files of a run that are written again at each step, with that of the newest step if it is one file or
+    folder: the optimizer beside the weights of each epoch. Not those that hold what a file of the step holds."""
+    chosen = run.chosen
+    if chosen is None:
+        return []
+    if chosen.path.is_dir():
+        is_whole = chosen.producer not in _OF_MODELS or bool(run.newer)
+        names = [] if is_whole else [*run.beside, *run.folders_beside]
+        others = [name for name in names if _is_training_state(run.directory.at(name.rstrip("/")))]
+        return [f"{chosen.name}/", *others] if others else []
+    names = [name for name in run.beside if not runs.COPY.search(name)]
+    if chosen.producer is not None or not names:
         return []
     files_of_step = chosen.files or (chosen.name,)
     shapes = [_tensors_in(run.directory.at(name)) for name in files_of_step]
     others = [name for name in names if not any(_tensors_in(run.directory.at(name)) <= one for one in shapes)]
     return others if chosen.files else [*files_of_step, *others] if others else []
+
+
+def _is_training_state(location: Location) -> bool:
+    """Return whether something has the state of an optimizer, a scheduler or the like, and no model."""
+    with suppress(CkptError), closing(open_at(location)) as source:
+        parts.assign(source.catalogue)
+        kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
+        return "model" not in kinds and bool(kinds - {"progress", "other"})
+    return False
 
 
 def _tensors_in(location: Location) -> set[tuple[Path, tuple[int, ...]]]:
@@ -267,8 +287,9 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
-    opened = {file.name for file in catalogue.own_files}
-    if others := [name for name in (*run.beside, *run.folders_beside) if name not in opened]:
+    own = {file.name for file in catalogue.own_files}
+    own |= {f"{name.partition('/')[0]}/" for name in own}
+    if others := [name for name in (*run.beside, *run.folders_beside) if name not in own]:
         catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
     if of_step := [c.name for c in run.checkpoints if c.order == chosen.order and c.step is not None and c != chosen]:
         text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"

@@ -308,3 +308,42 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
     unknown(folder)
     with pytest.raises(CkptError, match=r"buffer.dat`: of no known format, it begins with 80 81 82 83"):
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+
+
+def test_state_beside_the_folders_of_a_run_is_of_the_newest(tmp_path: Path) -> None:
+    """As torchtune saves it: an optimizer that each epoch writes again, which was left out with a warning."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for epoch in (0, 1):
+        (run / f"epoch_{epoch}").mkdir()
+        (run / f"epoch_{epoch}" / "config.json").write_text("{}")
+        save_file({"w": torch.full((3,), float(epoch))}, run / f"epoch_{epoch}" / "model.safetensors")
+    (run / "recipe_state").mkdir()
+    optimizer = {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": ["w"]}]}
+    torch.save({"optimizer": optimizer, "epochs_run": 2}, run / "recipe_state" / "recipe_state.pt")
+    (run / "average").mkdir()
+    save_file({"w": torch.zeros(3)}, run / "average" / "model.safetensors")
+    ckpttool.convert(run, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["epoch_1"]["w"], torch.ones(3)) and found["recipe_state"]["epochs_run"] == 2
+    assert torch.equal(found["recipe_state"]["optimizer"]["state"]["w"]["exp_avg"], torch.ones(3))
+    assert any(
+        "not opened, as they are of no step: `average/`" in str(warning) for warning in ckpttool.inspect(run).warnings
+    )
+    # That of an epoch which is not complete is not of the one before it.
+    (run / "epoch_2").mkdir()
+    names = {entry.name for entry in ckpttool.inspect(run).entries.values()}
+    assert names == {"w"}
+
+
+def test_files_of_epochs_and_batches_are_checkpoints_each(tmp_path: Path) -> None:
+    """As AllenNLP names them: of the second epoch, nothing was read and nothing said."""
+    for epoch, batch in ((0, 0), (0, 50), (1, 0)):
+        stem = f"e{epoch}_b{batch}"
+        torch.save({"w": torch.full((3,), float(epoch + batch))}, tmp_path / f"model_state_{stem}.th")
+        torch.save({"optimizer": {"state": {0: {"m": torch.ones(3)}}}}, tmp_path / f"training_state_{stem}.th")
+    for epoch in (0, 1):
+        (tmp_path / f"metrics_epoch_{epoch}.json").write_text(json.dumps({"epoch": epoch}))
+    catalogue = ckpttool.inspect(tmp_path)
+    assert [row["name"] for row in catalogue.facts["run"]] == [f"*_state_{s}.th" for s in ("e0_b0", "e0_b50", "e1_b0")]
+    assert {file.name for file in catalogue.files} == {"model_state_e1_b0.th", "training_state_e1_b0.th"}
