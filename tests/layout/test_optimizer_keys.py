@@ -129,6 +129,20 @@ def test_a_list_of_optimizers() -> None:
     assert now["optimizers"][0]["param_groups"] == [{"params": ["a", "b", "c", "d"]}]
 
 
+def test_the_keys_of_optimizers_of_one_parameter_are_its_name() -> None:
+    """As scripts save what steps in the backward pass: equal shapes were refused."""
+    state = small()
+    del state["optim"]
+    names = {"c": (2, 3), "a": (2, 3), "d": (3,)}
+    one = {name: {"state": moments(shape), "param_groups": [{"params": [0]}]} for name, shape in names.items()}
+    now = tree(optimkeys.respell(started({**state, "optim": one}), "fqn"), {**state, "optim": one})
+    assert {key: value["param_groups"][0]["params"] for key, value in now["optim"].items()} == {n: [n] for n in names}
+    # A key that is no name of its shape says nothing.
+    one["b"] = one.pop("c")
+    with pytest.raises(UsageError, match="fit more than one parameter"):
+        optimkeys.respell(started({**state, "optim": {"b": one["b"]}}), "fqn")
+
+
 def test_the_model_called_model_says_the_names() -> None:
     state = small(state=moments((2, 3), (3,), (2, 3), (3,)), param_groups=[{"params": [0, 1, 2, 3]}])
     ema = {f"averaged.{name}": value.clone() for name, value in state["model"].items()}

@@ -45,7 +45,8 @@ class Headline:
             yield self.architecture
         if self.layers is not None:
             yield plural(self.layers, "layer")
-        yield from filter(None, map(str, self.optimizers))
+        for state, number in Counter(filter(None, map(str, self.optimizers))).items():
+            yield state if number == 1 else f"{number} x {state}"
         if self.world_size > 1:
             yield f"{self.world_size:,} ranks"
         if self.step is not None:

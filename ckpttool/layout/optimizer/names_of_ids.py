@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -56,12 +56,12 @@ def name_ids(optimizers: Sequence[Optimizer], source: Catalogue) -> list[dict[in
     groups = [(i, group) for i, optimizer in enumerate(optimizers) for group in optimizer.groups if group.params]
     # Without a model, all names that the groups give are right.
     alone = all(_own_names(group) for _, group in groups) and not select.models(source)
-    known = set() if alone or not groups else {tensor.fqn for tensor in _model(source)}
+    known = {} if alone or not groups else {tensor.fqn: tensor.shape for tensor in _model(source)}
     left: list[tuple[int, ParameterGroup]] = []
     for i, group in groups:
-        own = _own_names(group)
+        own = _own_names(group) or _name_of_key(optimizers[i], known)
         clean = own if alone else [name if name in known else strip_wrappers(name) for name in own]
-        if clean and (alone or known.issuperset(clean)):
+        if clean and (alone or known.keys() >= {*clean}):
             names[i] |= dict(zip(group.params, clean, strict=True))
         else:
             left.append((i, group))
@@ -101,6 +101,16 @@ def _own_names(group: ParameterGroup) -> list[str]:
     value = group.value("param_names")
     fits = isinstance(value, list) and len(value) == len(group.params) and all(isinstance(v, str) for v in value)
     return value if fits else []
+
+
+def _name_of_key(optimizer: Optimizer, model: Mapping[str, Ints]) -> list[str]:
+    """Return the parameter whose name is the key of its own optimizer, `{"fc.weight": AdamW([fc.weight])}`, if the
+    shape of its state is that of the parameter."""
+    if len(optimizer.params) != 1 or not optimizer.part.root:
+        return []
+    key, name = optimizer.params[0], str(optimizer.part.root[-1])
+    same = name in model and parameter_shape(optimizer.state.get(key, ())) in (None, model[name])
+    return [name] if same else []
 
 
 # The model ------------------------------------------------------------------------------------------------------------
