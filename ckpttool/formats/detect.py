@@ -41,6 +41,11 @@ def detect(location: Location) -> Format:
     raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
 
 
+def is_of_no_state(head: bytes) -> bool:
+    """Return whether a file cannot hold training state, by its first bytes: a program, a picture or the like."""
+    return _NO_STATE.match(head) is not None
+
+
 def _unknown_pattern(path: str, location: Location) -> ReadError:
     names = [str(name) for name in location.matches()]
     text = f"`{path}` matches no files of ranks"
@@ -137,6 +142,10 @@ _MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTAL
 _DOWNLOADS = ".cache/huggingface/download"  # where `hf download DIR` keeps what it has begun
 _OF_MODELS = {"config.json", "tokenizer.json", "tokenizer_config.json"}  # which lie beside weights
 _ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
+# Programs, pictures, sounds, PDFs, fonts, and what macOS keeps of a folder.
+_NO_STATE = re.compile(
+    rb"\x7fELF|\x89PNG|\xff\xd8\xff|GIF8|RIFF....(?:WEBP|WAVE|AVI )|%PDF|OTTO|\0\0\0\x01Bud1", re.DOTALL
+)
 # The first bytes, in lower case and without white space; what such a file is, and a hint.
 _OTHER_FILES = (
     (bytes(_HEAD), "nothing but zeros at its beginning", "the copy did not end; take another one"),
@@ -161,5 +170,5 @@ _OTHER_FILES = (
     (b"%pdf", "a PDF", _OTHER),
     (b"\x7felf", "a program", _OTHER),
     (b"#!", "a script", "name the checkpoint that it writes"),
-    (b"\x80", "a pickle that does not end where the file does", _INCOMPLETE),
+    ((b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a pickle that does not end where the file does", _INCOMPLETE),
 )

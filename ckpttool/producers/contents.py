@@ -22,7 +22,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
-from ckpttool.formats.detect import detect
+from ckpttool.formats.detect import detect, is_of_no_state
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
 from ckpttool.producers.directory import Directory
@@ -46,7 +46,8 @@ _OF_SAFETENSORS = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
 # Of the model for other libraries, and what people look at. A replay buffer may be an HDF5 file, too.
 _OTHER_LIBRARIES = r".*\.(msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)|tf_model(-\d{5}-of-\d{5})?\.h5"
 _LOOKED_AT = (
-    r".*\.(log|md|py|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)|events\.out\.tfevents.*"
+    r".*\.(log|md|pyc?|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)"
+    r"|Thumbs\.db|events\.out\.tfevents.*"
 )
 _ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
 # Folders of frameworks; in those of other directories there may be state.
@@ -232,14 +233,14 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         try:
             location.check_readable()
             head = location.head(_HEAD)
-            if formats.DATA_FILE.fullmatch(name):
+            is_text = _is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
+            if formats.DATA_FILE.fullmatch(name) or not (is_text or is_of_no_state(head)):
                 detect(location)
-            elif head and not (_is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name))):
-                text = f"`{location}`: of no known format, it begins with {head[:8].hex(' ')}"
-                raise ReadError(text, hint=_STATE, file=location)
             layout.assets.append(name)
         except CkptError as error:
-            layout.unreadable[name] = error
+            is_data = formats.DATA_FILE.fullmatch(name) is not None
+            hint = error.hint if is_data or type(error) is not ReadError else _STATE
+            layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
 
 
 def _is_vocabulary(name: str, head: bytes) -> bool:

@@ -162,6 +162,7 @@ def test_samples_survive(name: str, tmp_path: Path) -> None:
     assert FORMAT.recognise(locate(str(sample(name))))
     out = tmp_path / "out.pt"
     made = convert(sample(name), out)
+    lost.package()
     back = torch.load(out, weights_only=False)
     assert_same(lost.shown(back) if name == "torch/unknown_classes" else back, expected_of(name))
     with zipfile.ZipFile(out) as archive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -306,8 +307,30 @@ def test_files_of_a_step_beside_others(names: tuple[str, str], tmp_path: Path) -
 def test_errors_name_the_file(tmp_path: Path) -> None:
     folder = saved(tmp_path / "step_100")
     unknown(folder)
-    with pytest.raises(CkptError, match=r"buffer.dat`: of no known format, it begins with 80 81 82 83"):
+    with pytest.raises(CkptError, match=r"buffer.dat`: unrecognised format: .* that begin with 80 81 82 83") as error:
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+    assert error.value.hint == "it may hold training state; `--only` leaves it out"
+    (folder / "buffer.dat").write_bytes(gzip.compress(b"replay"))
+    with pytest.raises(CkptError, match=r"buffer.dat`: compressed with gzip"):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        (".DS_Store", b"\0\0\0\x01Bud1"),
+        ("module", b"\x7fELF\x02\x01"),
+        ("samples", b"\xff\xd8\xff\xe0"),
+        ("__pycache__/train.cpython-311.pyc", b"\xa7\r\r\n"),
+    ],
+)
+def test_what_cannot_hold_state_is_an_asset(name: str, head: bytes, tmp_path: Path) -> None:
+    """`.DS_Store` in a copy of a checkpoint was an error."""
+    folder = saved(tmp_path / "step_100")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(head + bytes(range(256)))
+    opened = ckpttool.inspect(folder)
+    assert name in opened.facts["assets"] and not opened.faults
 
 
 def test_state_beside_the_folders_of_a_run_is_of_the_newest(tmp_path: Path) -> None:
