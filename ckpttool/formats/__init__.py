@@ -10,11 +10,12 @@ from ckpttool.errors import UsageError
 from ckpttool.formats import dcp, deepspeed, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
 from ckpttool.text import meant, near_names
 
-# Rank files are torch.save files too, and recognised by more than that: they come first.
+# Rank files are torch.save files too, and recognised by more than that: they come first. Any file of safetensors may
+# lie in a directory of DCP or DeepSpeed.
 CHECKPOINTS: tuple[Format, ...] = (
     dcp.FORMAT,
-    safetensors.FORMAT,
     deepspeed.FORMAT,
+    safetensors.FORMAT,
     rankfiles.FORMAT,
     torchsave.FORMAT,
 )
