@@ -47,6 +47,7 @@ from ckpttool.storage.versions import Version
 from ckpttool.text import some
 
 _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
+_DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
 _MAX_SHAPES = 64 << 20
 _WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
@@ -289,7 +290,7 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         catalogue.warnings.insert(0, Warning("chosen", text))
     own = {file.name for file in catalogue.own_files}
     own |= {f"{name.partition('/')[0]}/" for name in own}
-    if others := [name for name in (*run.beside, *run.folders_beside) if name not in own]:
+    if others := [name for name in _of_no_step(run) if name not in own]:
         catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
     if of_step := [c.name for c in run.checkpoints if c.order == chosen.order and c.step is not None and c != chosen]:
         text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"
@@ -298,6 +299,29 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
     if step != chosen.step:
         text = f"`{name}` names step {step}, but step {chosen.step} is opened"
         catalogue.warnings.append(Warning("chosen", text))
+
+
+def _of_no_step(run: runs.RunDirectory) -> Iterator[str]:
+    """Yield the files and folders in the directory that was named that may hold state of no step, in any format; on the
+    Hub, where each would be a request, those beside the checkpoints by their names."""
+    of_steps = {name for one in run.checkpoints for name in (one.name, *one.files)}
+    yield from _may_hold_state(run.directory, of_steps) if run.directory.path.store.is_local else run.beside
+    yield from run.folders_beside
+    place, named = run.directory.path, run.named
+    while named is not None and named.store.is_local and place != named and place.is_below(named):
+        below, place = f"{place.name}/", place.parent
+        above = runs.RunDirectory(Directory(place), [], None)
+        names = [*_may_hold_state(above.directory, ()), *above.folders_beside]
+        yield from ((place / name).relative_to(named) for name in names if name != below)
+
+
+def _may_hold_state(directory: Directory, of_steps: Collection[str]) -> list[str]:
+    files_beside = [name for name in directory.names if not (name.endswith("/") or name in of_steps)]
+    names = [name for name in files_beside if not (_DOCUMENT.fullmatch(name) or directory.at(name).is_link())]
+    layout = contents.layout(directory, names, beside=True)
+    counting = runs.RunDirectory(directory, [], None).beside
+    known = {*layout.unreadable, *(name for one in layout.components for name in one.files)}
+    return [name for name in files_beside if name in known or (_DOCUMENT.fullmatch(name) and name in counting)]
 
 
 def open_source(path: str, shapes: str | None = None, only: Collection[str] | None = None) -> Source:

@@ -78,11 +78,13 @@ class RunCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The checkpoints of a run, oldest first, and the one to open; None where the directory has a model of its own."""
+    """The checkpoints of a run, oldest first, and the one to open; None where the directory has a model of its own.
+    `named` is the directory that was asked for, which the run may lie below."""
 
     directory: Directory
     checkpoints: list[RunCheckpoint]
     chosen: RunCheckpoint | None
+    named: Location | None = None
 
     @property
     def newer(self) -> list[RunCheckpoint]:
@@ -153,7 +155,7 @@ def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    run = with_newest(inner, checkpoints, directory.path) if checkpoints else None
+    run = with_newest(inner, checkpoints, directory) if checkpoints else None
     if run is not None and run.chosen is not None and not _is_ordered(run.chosen):
         # It was taken as the only one.
         others = [*run.beside, *run.folders_beside]
@@ -164,10 +166,10 @@ def find(directory: Directory) -> RunDirectory | None:
     return run
 
 
-def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], path: str | None = None) -> RunDirectory:
-    """Return the run with its newest complete checkpoint chosen; `path` is its name in errors. Raises ReadError."""
-    ordered = sorted(checkpoints, key=_order)
-    return RunDirectory(directory, ordered, _newest(path or directory.path, ordered))
+def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], named: Directory | None = None) -> RunDirectory:
+    """Return the run with its newest complete checkpoint chosen; `named` is what errors call it. Raises ReadError."""
+    ordered, path = sorted(checkpoints, key=_order), (named or directory).path
+    return RunDirectory(directory, ordered, _newest(path, ordered), path)
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
