@@ -7,13 +7,14 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import warm_python
 from support.torchrun import Once
 
 # What people have set for their own terminal, job and account is not what is tested: a test sets what it is about.
@@ -90,6 +91,12 @@ def _commands_are_built_once() -> None:
 def _no_waiting_for_the_disk() -> None:
     """What is lost when the power fails shows in no test. The programs that tests start wait for it."""
     os.fsync = lambda descriptor: os.fstat(descriptor) and None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_server_is_left() -> Iterator[None]:
+    yield
+    warm_python.end()
 
 
 @pytest.fixture

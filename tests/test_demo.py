@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.torchrun import FORKED, Once
+from support.torchrun import Once, forked_launcher
 
 DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
 
@@ -42,7 +42,7 @@ def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     import demo as program
 
     def forked(title: str, script: str, folder: Path) -> None:
-        command = [*FORKED, str(program.RANKS), str(DEMO.parent / script)]
+        command = [*forked_launcher(), str(program.RANKS), str(DEMO.parent / script)]
         program.step(title, command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
     monkeypatch.setattr(program, "torchrun", forked)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support import warm_python
+
 # Seconds; a launch takes 20 on a machine that has nothing else to do.
 LAUNCH = 500
 
-FORKED = [sys.executable, str(Path(__file__).with_name("forked_ranks.py"))]
 Once = Callable[[str, Callable[[Path], None]], Path]
 Verdicts = Callable[..., dict[str, str]]
 
@@ -24,9 +25,14 @@ def torchrun(world: int, *arguments: Any) -> str:
     return _output([*command, *map(str, arguments)])
 
 
+def forked_launcher() -> list[str]:
+    """The command that `forked` runs: the number of ranks, the script and its arguments follow."""
+    return [*warm_python.python(), str(Path(__file__).with_name("forked_ranks.py"))]
+
+
 def forked(world: int, *arguments: Any, within: float = LAUNCH) -> str:
     """The same without torchrun, and faster: for the CPU, and where the launcher is not the point."""
-    return _output([*FORKED, str(world), *map(str, arguments)], within)
+    return _output([*forked_launcher(), str(world), *map(str, arguments)], within)
 
 
 def _output(command: list[str], within: float = LAUNCH) -> str:

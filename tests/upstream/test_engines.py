@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support import unusual_state
 from support.paths import ROOT
-from support.torchrun import FORKED, Once, forked
+from support.torchrun import Once, forked, forked_launcher
 from support.upstream_readers import path_of
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -386,7 +386,7 @@ def test_a_rank_that_fails_takes_all_with_it(
     script.write_text(FAILING.format(module=WHERE[where][0], function=WHERE[where][1]))
     out = tmp_path / "there" / "out"
     world = max(2, rank + 1)
-    launcher = FORKED if (how, rank) == ("dies", 1) else [*TORCHRUN, "--nproc-per-node"]
+    launcher = forked_launcher() if (how, rank) == ("dies", 1) else [*TORCHRUN, "--nproc-per-node"]
     command = [*launcher, world, script, how, "reshard", W4, out, "--to-world", world]
     running = subprocess.Popen(
         [*map(str, command), "--engine", "mesh"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from support.paths import ROOT
-from support.torchrun import FORKED
+from support.torchrun import forked_launcher
 from support.upstream_readers import path_of
 
 import ckpttool
@@ -37,7 +37,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c1
 
 
 def start(processes: int, *words: object, way: str = "", **environment: str) -> subprocess.Popen[str]:
-    command = [*TORCHRUN, "--nproc-per-node", str(processes), *WAYS[way]] if way else [*FORKED, str(processes), PROGRAM]
+    command = (
+        [*TORCHRUN, "--nproc-per-node", str(processes), *WAYS[way]]
+        if way
+        else [*forked_launcher(), str(processes), PROGRAM]
+    )
     command += map(str, words)
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
@@ -194,7 +198,7 @@ def test_a_rank_that_fails_takes_all_with_it(tmp_path: Path, how: str, expected:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     out = tmp_path / "there" / "out"
-    launcher = FORKED if (how, rank) == ("dies", 1) else [*TORCHRUN, "--nproc-per-node"]
+    launcher = forked_launcher() if (how, rank) == ("dies", 1) else [*TORCHRUN, "--nproc-per-node"]
     command = [*launcher, 2, script, how, "reshard", SOURCE, out, "--to-world", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAILING": str(rank)}
     running = subprocess.Popen(
@@ -222,7 +226,7 @@ def started_otherwise(tmp_path: Path, words: list[object], of_rank_1: list[objec
     )
     both = json.dumps([[*map(str, words)], [*map(str, of_rank_1)]])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [*FORKED, "2", str(script), both]
+    command = [*forked_launcher(), "2", str(script), both]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return ended(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.paths import CHECKPOINTS, ROOT
 from support.s3_server import Fault, Request, S3Server, error
-from support.torchrun import FORKED
+from support.torchrun import forked_launcher
 from torch import nn
 
 import ckpttool
@@ -183,7 +183,7 @@ def test_processes_convert(to: str, server: S3Server, tmp_path: Path) -> None:
     ckpttool.convert(sources[to], tmp_path / "here", **options)
     server.sent = 0
     program = [str(ROOT / "ckpttool"), "convert", "s3://bucket/in/step-3", "s3://bucket/out/step-3"]
-    code, said = finished(start(FORKED, 2, *program, *words))
+    code, said = finished(start(forked_launcher(), 2, *program, *words))
     assert code == 0 and "2 of torchrun divided the work" in said, said
     assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "here")
     if to == "dcp":
@@ -192,7 +192,7 @@ def test_processes_convert(to: str, server: S3Server, tmp_path: Path) -> None:
         below(Path(sources[to]))
     )
     # As with one process, what is there is not replaced, and one process says so.
-    code, said = finished(start(FORKED, 2, *program, *words))
+    code, said = finished(start(forked_launcher(), 2, *program, *words))
     assert code == OverwriteError.exit_code and said.count("error: ") == 1, said
 
 
@@ -201,7 +201,7 @@ def test_a_process_of_two_fails(server: S3Server) -> None:
     """The error is said once, and nothing is left of either."""
     server.faults = [lambda r: error(403, "AccessDenied") if r.method == "PUT" and "__2_0" in r.name else None]
     program = [str(ROOT / "ckpttool"), "convert", DCP, "s3://bucket/out/step-3", "--to", "dcp", "--to-world", "3"]
-    code, said = finished(start(FORKED, 2, *program))
+    code, said = finished(start(forked_launcher(), 2, *program))
     assert code == RemoteError.exit_code and said.count("error: ") == 1 and "do not allow this" in said, said
     assert server.names() == []
 

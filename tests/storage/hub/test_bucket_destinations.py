@@ -20,7 +20,7 @@ from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_sess
 from safetensors.torch import save, save_file
 from support.hub_server import READER, WRITER, Handler, Hub, drop
 from support.paths import CHECKPOINTS, ROOT
-from support.torchrun import FORKED
+from support.torchrun import forked_launcher
 from test_hub_destinations import run
 from test_hub_processes import environment
 
@@ -391,7 +391,7 @@ def test_several_processes(store: Hub, tmp_path: Path, made: dict[int, dict[str,
 
     def start(*words: str | Path) -> subprocess.Popen[str]:
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*FORKED, "2", *map(str, words)], env=variables_of(store, tmp_path), **pipes)
+        return subprocess.Popen([*forked_launcher(), "2", *map(str, words)], env=variables_of(store, tmp_path), **pipes)
 
     running = start(*program)
 
