@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support import warm_python
 from support.torchrun import Once, forked_launcher
 
 DEMO = Path(__file__).resolve().parent.parent / "samples" / "demo.py"
@@ -24,30 +28,37 @@ def demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture(scope="module")
-def done(once: Once) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """One run of it, which is not to be changed."""
-
-    def make(folder: Path) -> None:
-        run = demo("--dir", folder / "out")
-        (folder / "told.json").write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
-
-    folder = once("demo", make)
-    return folder / "out", subprocess.CompletedProcess(*json.loads((folder / "told.json").read_text()))
-
-
-def checked(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code and the output of `--check`, its ranks forked."""
-    monkeypatch.syspath_prepend(str(DEMO.parent))
+def in_this_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same with all that has torch forked."""
     import demo as program
 
     def forked(title: str, script: str, folder: Path) -> None:
         command = [*forked_launcher(), str(program.RANKS), str(DEMO.parent / script)]
         program.step(title, command, folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
-    monkeypatch.setattr(program, "torchrun", forked)
-    capsys.readouterr()
-    return program.main(["--dir", str(folder), "--check"]), capsys.readouterr().out
+    words, out = list(map(str, arguments)), io.StringIO()
+    with tempfile.TemporaryDirectory() as scripts, pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.setattr(program, "torchrun", forked)
+        patch.setattr(program, "program", lambda: warm_python.program(Path(scripts)))
+        return subprocess.CompletedProcess(words, program.main(words), out.getvalue(), "")
+
+
+@pytest.fixture(scope="module", params=[in_this_process, pytest.param(demo, marks=pytest.mark.long)])
+def done(request: pytest.FixtureRequest, once: Once) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One run of it, which is not to be changed."""
+
+    def make(folder: Path) -> None:
+        run = request.param("--dir", folder / "out")
+        (folder / "told.json").write_text(json.dumps([run.args, run.returncode, run.stdout, run.stderr]))
+
+    folder = once(f"demo-{request.param.__name__}", make)
+    return folder / "out", subprocess.CompletedProcess(*json.loads((folder / "told.json").read_text()))
+
+
+def checked(folder: Path) -> tuple[int, str]:
+    """The exit code and the output of `--check`."""
+    done = in_this_process("--dir", folder, "--check")
+    return done.returncode, done.stdout
 
 
 def readings(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -99,12 +110,7 @@ def test_training_goes_on_on_other_ranks(done: tuple[Path, subprocess.CompletedP
 
 
 @pytest.mark.long
-def test_a_difference_fails(
-    done: tuple[Path, subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_difference_fails(done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(done[0], folder)
     run = folder / "run"
@@ -121,7 +127,7 @@ def test_a_difference_fails(
         if (offset := file.read_bytes().find(piece)) >= 0:
             flip(file, offset)
 
-    code, said = checked(folder, monkeypatch, capsys)
+    code, said = checked(folder)
 
     assert code == 1, said
     assert "not equal: 7 of 7 readings" in said.splitlines()
@@ -142,15 +148,12 @@ def test_a_difference_fails(
 
 @pytest.mark.long
 def test_a_checkpoint_that_is_incomplete_fails(
-    done: tuple[Path, subprocess.CompletedProcess[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    done: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
     shutil.copytree(done[0], folder)
     (folder / "run" / "dcp-again" / "__1_0.distcp").unlink()
-    code, said = checked(folder, monkeypatch, capsys)
+    code, said = checked(folder)
     assert code == 1, said
     verdicts = {key: row["verdict"] for key, row in readings(folder).items() if row["verdict"] != "equal"}
     assert set(verdicts) == {("run/dcp-again/", "dcp.load, 2 ranks"), ("run/dcp-again/", "dcp_to_torch_save")}

@@ -126,7 +126,7 @@ def remove(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_noise(kind: str, tmp_path: Path) -> None:
-    try_all(kind, tmp_path, 150, 1)
+    try_all(kind, tmp_path, 60, 1)
 
 
 @pytest.mark.long

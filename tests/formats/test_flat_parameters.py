@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from same import assert_same
+from support import warm_python
 from support.checkpoints import within
 from support.hang import no_hang
 from support.paths import CHECKPOINTS
@@ -60,7 +60,7 @@ def ran(once: Once) -> Callable[..., Path]:
 
     def run(world: int, *which: str) -> Path:
         def make(folder: Path) -> None:
-            command = [sys.executable, str(HERE / "save_flat_on_ranks.py"), str(folder), str(world), *which]
+            command = [*warm_python.python(), str(HERE / "save_flat_on_ranks.py"), str(folder), str(world), *which]
             result = subprocess.run(command, capture_output=True, text=True, timeout=900)
             assert result.returncode == 0, result.stderr[-4000:]
 

@@ -1,6 +1,8 @@
 """Runs commands over many files in one process that has little memory, and says what became of each and what it took.
 
-    python run_with_limits.py < jobs.json        [["name", ["inspect", "ckpt.pt"]], ...], a line of JSON for each
+    python run_with_limits.py [SHARE] < jobs.json     [["name", ["inspect", "ckpt.pt"]], ...], a line of JSON for each
+
+With SHARE, `inspect` may do that part of the work that it may otherwise do for a file of no bytes: 16, a sixteenth.
 
 What was begun and not ended is a hang: the alarm ends the process there.
 """
@@ -26,7 +28,7 @@ ROOM = 1 << 30  # bytes of address space: what is asked for and not used counts 
 ALARM = 200  # seconds by the clock, for what waits
 PROCESSOR = 60.0  # seconds of the processor, for what does not end
 LEAST = work_limit.LEAST
-SHARE = 16  # of the work that a file of no bytes may take, for what opens it as `inspect` does: a sixteenth
+SIXTEENTH = 16  # of the work that a file of no bytes may take, for what opens it as `inspect` does
 
 STATUS = Path("/proc/self/status")
 PEAK = Path("/proc/self/clear_refs")
@@ -61,13 +63,14 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    share = {"inspect": int(sys.argv[1]) if sys.argv[1:] else 1}
     for name, words in jobs:
         sys.stderr.write(f"{name}: {' '.join(words)}\n")
         sys.stderr.flush()
         if PEAK.exists():
             PEAK.write_text("5")  # begins the peak anew
         before = field("VmRSS")
-        work_limit.LEAST = LEAST if words[0] == "inspect" else LEAST // SHARE
+        work_limit.LEAST = LEAST // share.get(words[0], SIXTEENTH)
         (done, taken), calls = counted(partial(_limited, runner, words, before), MOST_CALLS)
         sys.stdout.write(json.dumps({
             "name": name, "words": words, "code": done.exit_code, "out": done.stdout, "err": done.stderr,

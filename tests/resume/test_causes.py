@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import copy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import warm_python
 
 from ckpttool.analysis import generators
 from ckpttool.resume import observe as inject
@@ -60,7 +60,7 @@ TOLD = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, timeout=300)
+    subprocess.run([*warm_python.python(), str(SCRIPT), str(folder)], check=True, timeout=300)
     return folder
 
 

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from support import forked_command
 
 from ckpttool.cli.junit import junit_xml
 from ckpttool.resume import controls
@@ -51,9 +52,12 @@ while step < 4:
 """
 
 
-def plain(*more: str, **options: Any) -> RunReport:
+def plain(folder: Path, *more: str, **options: Any) -> RunReport:
     given: dict[str, Any] = {"at": 2, "until": 4, "checkpoints": "OUT/step-{step}.pt", "control": True, **options}
-    return run([sys.executable, "-c", PLAIN, "OUT", *more], resume_with="... --resume {checkpoint}", **given)
+    script = folder / "plain.py"
+    script.write_text(PLAIN)
+    with forked_command.forked(str(folder)):
+        return run([sys.executable, str(script), "OUT", *more], resume_with="... --resume {checkpoint}", **given)
 
 
 def noticed(report: RunReport) -> dict[str, bool | None]:
@@ -62,7 +66,7 @@ def noticed(report: RunReport) -> dict[str, bool | None]:
 
 def test_what_a_run_does_not_depend_on_is_said(tmp_path: Path) -> None:
     told: list[str] = []
-    report = plain(tell=told.append, keep=tmp_path / "kept")
+    report = plain(tmp_path, tell=told.append, keep=tmp_path / "kept")
     assert (report.verdict, report.exit_code) == ("same", 0), report.message
     # It draws no number, its optimizer has no state, and it has no scheduler.
     found = {"weights": True, "moments": None, "rng": False, "scheduler": None, "loader": True}
@@ -83,8 +87,8 @@ def test_what_a_run_does_not_depend_on_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_comparison_that_notices_no_control_proves_nothing() -> None:
-    report = plain("--vain", observe=False)
+def test_a_comparison_that_notices_no_control_proves_nothing(tmp_path: Path) -> None:
+    report = plain(tmp_path, "--vain", observe=False)
     assert (report.verdict, report.exit_code) == ("unproven", 9), report.message
     assert report.message.startswith("not proven: no control is noticed")
 
@@ -101,8 +105,8 @@ def test_a_script_with_everything_notices_each_control() -> None:
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_has_controls_too() -> None:
-    report = plain(stop="sigkill")
+def test_a_run_that_was_stopped_has_controls_too(tmp_path: Path) -> None:
+    report = plain(tmp_path, stop="sigkill")
     assert report.verdict == "same", report.message
     assert noticed(report)["weights"] and noticed(report)["loader"], report.controls
 

@@ -11,7 +11,7 @@ from support.resume_oracle import differing
 from support.resume_record import PAGE, recorded, with_table
 
 _STARTED = ("average beside:average",)
-_QUICK = (*_STARTED, "hidden state:bank", "stages:frozen", "unused:best weights")
+_QUICK = ("hidden state:bank", "stages:frozen", "unused:best weights")
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support import json_schemas
+from support import cli, json_schemas
 
 from ckpttool.cli.junit import junit_xml
 from ckpttool.errors import CkptError, OverwriteError, UsageError
@@ -42,13 +42,13 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_resumed_on_another_world(tmp_path: Path) -> None:
     """On 3 ranks what 2 saved, in fresh processes: the report, its page, and what is kept."""
     page, kept = tmp_path / "trial.html", tmp_path / "kept"
-    done = run(
+    done = cli.run(
         "verify-resume", "trial", "--recipe", RECIPE, "--world", "2", "--to-world", "3", "--via", "safetensors",
         "--steps", "2", "--more", "2", "--device", "cpu", "--time-limit", "200", "--html", str(page), "--junit",
         str(tmp_path / "trial.xml"), "--keep",
         str(kept), "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     said = json_schemas.check(done.stdout)
     assert (said["schema"], said["verdict"], said["rule"]) == ("ckpttool/trial/2", "same", "control")
     assert [(one["name"], one["world_size"], one["started"]) for one in said["runs"]] == [

@@ -5,6 +5,7 @@ What a start costs most is the import of torch and, in the first step of an opti
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import runpy
@@ -36,6 +37,7 @@ class ForkedCommand(Process):
         self._pid = os.fork()
         if not self._pid:
             code = 1
+            gc.freeze()  # the hook looks at all objects of a process: not at those of the tests
             try:
                 os.setsid()
                 code = _run(self.words, log, environment)

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import struct
@@ -19,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_ADDRESS = "TESTS_WARM_PYTHON"  # a variable, for what our own processes start
 _NUMBER = struct.Struct("<q")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -34,8 +37,8 @@ class _Server:
 
 def python() -> list[str]:
     """The command to put where `sys.executable` would be: a script or `-c CODE` follows."""
-    if _Server.process is None:
-        _Server.address = str(Path(tempfile.mkdtemp(prefix="warm-")) / "at")
+    if (address := os.environ.get(_ADDRESS)) is None:
+        _Server.address = address = str(Path(tempfile.mkdtemp(prefix="warm-")) / "at")
         words = [sys.executable, __file__, "serve", _Server.address]
         # It ends when its stdin does, with us at the latest. What it is asked to run has streams of its own.
         _Server.process = subprocess.Popen(
@@ -43,13 +46,43 @@ def python() -> list[str]:
         )
         assert _Server.process.stdout is not None
         assert _Server.process.stdout.read(1), "torch cannot be imported"
+        os.environ[_ADDRESS] = address
     # Without `site`, a client starts in a few hundredths of a second.
-    return [sys.executable, "-I", "-S", __file__, "ask", _Server.address]
+    return [sys.executable, "-I", "-S", __file__, "ask", address]
+
+
+@contextmanager
+def trials() -> Iterator[None]:
+    """The ranks of `verify-resume trial` are forked from it."""
+
+    def start(words: Sequence[str], log: str, environment: Mapping[str, str]) -> Process:
+        return Process([*python(), *words[1:]], log, environment)
+
+    from ckpttool.resume import launch
+    from ckpttool.resume.process import Process
+
+    module: Any = launch
+    module.Process = start
+    try:
+        yield
+    finally:
+        module.Process = Process
+
+
+def program(folder: Path) -> str:
+    """A file that is executed as `ckpttool`, by this Python, with its trials."""
+    main = "from support.warm_python import trials; from ckpttool.__main__ import main\nwith trials(): main()"
+    words = ["env", f"PYTHONPATH={Path(__file__).parents[1]}", *python(), "-c", main]
+    path = folder / "ckpttool"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 def end() -> None:
     """End the server, and wait for it: the time of what it ran is ours then."""
     if _Server.process is not None:
+        del os.environ[_ADDRESS]
         _Server.process.communicate()
         os.rmdir(os.path.dirname(_Server.address))
         _Server.process = None
@@ -99,7 +132,7 @@ def serve(address: str) -> None:
     import torch.distributed.tensor.parallel
 
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would copy all of that into each process
+    gc.freeze()  # a collection would copy all of that into each process, and the hook would look at it
     running: dict[int, socket.socket] = {}
     look, wake = socket.socketpair()
     wake.setblocking(False)

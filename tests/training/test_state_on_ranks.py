@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.torchrun import Verdicts
-from test_load_on_ranks import STRATEGIES, by_turns, ids
+from test_load_on_ranks import STRATEGIES, by_turns, every_second, ids
 
 # Of `ckpttool.training`: what one rank may run into by itself, such as having no memory left.
 STEPS = (
@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-BRIEF = by_turns(CASES)
+BRIEF = every_second(by_turns(CASES))
 REST = [case for case in CASES if case not in BRIEF]
 
 
@@ -61,5 +61,5 @@ def test_two_ranks(verdicts: Verdicts, case: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ids(REST))
-def test_two_ranks_with_the_other_strategy(verdicts: Verdicts, case: str) -> None:
+def test_all_cases_of_two_ranks(verdicts: Verdicts, case: str) -> None:
     assert verdicts("other-states", 2, REST)[case] == "equal"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, load_file, save, save_file
+from support import warm_python
 from support.hub_client import patience
 from support.hub_server import WRITER, Handler, Hub, stall
 from support.paths import CHECKPOINTS, ROOT
@@ -58,7 +59,7 @@ print("equal")
 """
 
 
-def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path, process_for_the_model: None) -> None:
+def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path) -> None:
     import transformers
 
     config = transformers.LlamaConfig(
@@ -76,7 +77,7 @@ def test_from_pretrained_takes_what_was_exported(hub: Hub, tmp_path: Path, proce
     assert hub.history("me/model") == ["the final weights", "initial commit"] and hub.repos["me/model"].private
     assert len([name for name in hub.files("me/model") if name.endswith(".safetensors")]) > 2
     loaded = subprocess.run(
-        [sys.executable, "-c", LOAD, "me/model", model],
+        [*warm_python.python(), "-c", LOAD, "me/model", model],
         env=environment(hub, tmp_path), text=True, capture_output=True, timeout=300,
     )  # fmt: skip
     assert loaded.stdout == "equal\n", loaded.stderr
