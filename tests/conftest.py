@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ for _name in filter(_THEIRS.fullmatch, list(os.environ)):
 os.environ |= {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
 time.tzset()
 locale.setlocale(locale.LC_ALL, "C.UTF-8")  # what files are read with here; Python took that of the environment
+_GOLDEN = (5**0.5 - 1) / 2
 # The servers of the tests are on this machine. What is installed from an index may have to come by way of a proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"
 # A worker of pytest-xdist has a processor to itself, and so have the ranks and commands that it starts.
@@ -46,6 +48,18 @@ settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the transcripts of the CLI with what it prints now")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a sweep, leave all cases but some to `make test-all`. They lie anyhow, with values of all parameters."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if (sweep := item.get_closest_marker("sweep")) is not None and item.get_closest_marker("long") is None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] * _GOLDEN % 1 >= 1 / sweep.args[0]:
+                item.add_marker(pytest.mark.long)
+            seen[name] += 1
 
 
 @pytest.fixture(scope="session")

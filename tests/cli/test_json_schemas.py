@@ -46,6 +46,7 @@ def test_what_is_not_of_a_schema_is_found() -> None:
 # `run` checks what it gets of every command that is called with `--json`, in this and in all other tests.
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("folder", sorted(path.name for path in CHECKPOINTS.iterdir()))
 def test_inspect(folder: str) -> None:
     below = {"other": "*", "deepspeed": "*/saved"}

@@ -31,6 +31,7 @@ def ckpttool(packages: str, *arguments: str) -> subprocess.CompletedProcess[str]
     return without(packages, "from ckpttool.__main__ import main; main()", *arguments)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "words",
     [

@@ -103,6 +103,7 @@ def back(out: Path) -> Any:
     return loaded(str(out.with_name("back.pt")))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_reads_it_as_a_torch_file(name: str, tmp_path: Path) -> None:
     out = converted(name, "torch", tmp_path)
@@ -119,6 +120,7 @@ def test_torch_reads_it_as_a_torch_file(name: str, tmp_path: Path) -> None:
         assert_same(name, found)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", [None, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_reads_it_as_dcp(name: str, world: int | None, tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def test_torch_reads_it_as_dcp(name: str, world: int | None, tmp_path: Path) -> 
     same.assert_same(dcp_into(str(out), hollow(wanted)), wanted)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_safetensors_reads_it(name: str, tmp_path: Path) -> None:
     out = converted(name, "safetensors", tmp_path)

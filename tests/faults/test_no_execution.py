@@ -140,6 +140,7 @@ HIDDEN = {"hidden by POP", "hidden by POP_MARK"}
 REFUSED = set(pickle_payloads.getattr_payloads(Path("x"))) | {"operator.attrgetter"}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_value(name: str, tmp_path: Path, marker: Path) -> None:
     """Along every route, as a value of a training state."""
@@ -170,6 +171,7 @@ def test_a_value(name: str, tmp_path: Path, marker: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("name", [HARMFUL, "NEWOBJ", "BUILD", "STACK_GLOBAL"])
 def test_every_protocol(name: str, protocol: int, tmp_path: Path, marker: Path) -> None:
@@ -363,6 +365,7 @@ def test_a_place_that_is_shown(place: str, name: str, tmp_path: Path, marker: Pa
         assert b"boobytrap" in said["torch made"]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [HARMFUL, "BUILD"])
 @pytest.mark.parametrize("place", GONE)
 def test_a_place_that_is_not_passed_on(place: str, name: str, tmp_path: Path, marker: Path) -> None:
@@ -507,6 +510,7 @@ INDEX: dict[str, tuple[Place, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", [HARMFUL, "BUILD"])
 @pytest.mark.parametrize("place", INDEX)
 def test_an_index(place: str, name: str, tmp_path: Path, marker: Path) -> None:
@@ -537,6 +541,7 @@ ITEMS: dict[str, tuple[Place, str]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [HARMFUL, "BUILD"])
 @pytest.mark.parametrize("place", ITEMS)
 def test_an_item(place: str, name: str, tmp_path: Path, marker: Path) -> None:

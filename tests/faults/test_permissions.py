@@ -108,6 +108,7 @@ def test_a_file_server_that_refuses_to_go_on(words: tuple[str, ...], place: Plac
     check_refused(place.run(words, "preadv", 3, "EPERM"), words, place, "operation not permitted")
 
 
+@pytest.mark.sweep(3)
 @every_writer
 @pytest.mark.parametrize(("call", "nth"), [("open", 1), ("open", 3), ("open", 6), ("pwrite", 1), ("naming", 1)])
 def test_a_destination_that_refuses(call: str, nth: int, words: tuple[str, ...], place: Place) -> None:

@@ -171,6 +171,7 @@ def outside(top: Path) -> dict[str, str]:
     return {name: said for name, said in mark(top).items() if name != "out/dst" and not name.startswith("out/dst/")}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("job", JOBS)
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_planted_stays_as_it_is(planted: Plant, job: str, src: Path, tmp_path: Path) -> None:

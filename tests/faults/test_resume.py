@@ -562,6 +562,7 @@ def killed_run(job: str, patch: str, src: Path, dst: Path, manifest: Path) -> li
 BEFORE_MANIFEST = "from ckpttool.operations import write\nwrite.write_manifest = kill\n"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("job", MANIFESTS)
 def test_a_kill_before_the_manifest(job: str, src: Path, out: Path) -> None:
     """DST is whole, and its manifest was asked for: the next run writes it and says so."""

@@ -61,6 +61,7 @@ def read_back(out: Path, kind: str) -> dict[str, torch.Tensor]:
     return {name if name == "seen" else f"model.{name}": tensor for name, tensor in found.items()}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("cramped")
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def mixed_model() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("asked_for", [False, True])
 @pytest.mark.parametrize("elements", [50 * 40, 1 << 20])
 @pytest.mark.parametrize("reader", READERS)

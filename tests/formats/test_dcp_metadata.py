@@ -272,6 +272,7 @@ def runs_of(data: bytes) -> dcpruns.Runs | None:
     return dcpruns.find(data, classes.EXPECTED)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
 def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_runs, whole = both_ways(path.read_bytes(), monkeypatch)
@@ -452,6 +453,7 @@ def test_runs_whose_numbers_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_runs == whole
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("times", [60, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("framed", [True, False, None, "ours"])
 def test_runs_of_a_broken_index(framed: bool | str | None, times: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ def test_the_files_of_all_ranks_are_one_checkpoint(ran: Callable[[int], Path], c
     assert_same(ranks.filled({"model": dict(found["model"]), "optim": found["optim"]}), clean(whole))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("case", ["flat_copies", "flat_mesh_groups", "orig_mesh_frozen"])
 def test_a_raw_optimizer_is_cut_by_the_names_beside_it(ran: Callable[[int], Path], case: str, world: int) -> None:

@@ -141,6 +141,7 @@ def test_a_sample_is_what_torch_gathers(name: str) -> None:
     assert not found.faults and not [w for w in found.warnings if "not compared" in str(w)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_becomes_a_file(name: str, tmp_path: Path) -> None:
     convert(path_of(name), tmp_path / "out.pt", to="torch", shapes=shapes(name, tmp_path), check=True)
@@ -149,6 +150,7 @@ def test_a_sample_becomes_a_file(name: str, tmp_path: Path) -> None:
         assert_same(tree[key], value, at=key)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_becomes_dcp(name: str, tmp_path: Path) -> None:
     convert(path_of(name), tmp_path / "out", to="dcp", shapes=shapes(name, tmp_path), check=True)
@@ -158,6 +160,7 @@ def test_a_sample_becomes_dcp(name: str, tmp_path: Path) -> None:
         assert_same(tree[key], value, at=key)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_samples_model_becomes_safetensors(name: str, tmp_path: Path) -> None:
     known = shapes(name, tmp_path)

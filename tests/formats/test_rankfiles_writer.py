@@ -57,6 +57,7 @@ def is_cut(path: tuple[Any, ...], whole: torch.Tensor, world: int) -> bool:
     return world > 1 and path[-1] not in ("tokens_seen", "frozen", "step", "torch")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_sharded_tensors_are_those_that_fsdp1_makes(sample: str, world: int, tmp_path: Path) -> None:

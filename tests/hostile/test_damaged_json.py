@@ -114,6 +114,7 @@ _LENIENT = ("config.json", "trainer_state.json", ".metadata.json")
 _SLOW = ("config.json", "checkpoint-4/config.json", "checkpoint-4/trainer_state.json")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] if n in _SLOW else []) for n in BESIDE])
 def test_beside_the_tensors(name: str, tmp_path: Path) -> None:
     path = BESIDE[name](tmp_path)

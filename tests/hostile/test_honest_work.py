@@ -213,6 +213,7 @@ LARGE: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_small_file_has_enough_by_its_bytes(kind: str, tmp_path: Path, used: Callable[..., float]) -> None:
     assert used(SMALL[kind](tmp_path), kind, least=1 << 17) * MARGIN <= 1

@@ -40,6 +40,7 @@ def files_below(root: Path) -> Iterator[Path]:
             yield path.parent
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=[one.name.replace("/", " ") for one in layouts.LAYOUTS])
 def test_counts(layout: layouts.Layout, tmp_path: Path) -> None:
     written = layout.write(tmp_path, 100)
@@ -57,6 +58,7 @@ def test_counts(layout: layouts.Layout, tmp_path: Path) -> None:
     assert written.parameters or not any(one.role == "model" for one in written.expected)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("layout", layouts.LAYOUTS, ids=[one.name.replace("/", " ") for one in layouts.LAYOUTS])
 def test_runs(layout: layouts.Layout, tmp_path: Path) -> None:
     first, last = layouts.run(tmp_path, layout)

@@ -72,6 +72,7 @@ def each() -> list[object]:
     return [pytest.param(one, id=one.name, marks=[pytest.mark.long] if i % 4 else []) for i, one in enumerate(ALL)]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("layout", each())
 def test_what_was_converted_is_what_was_written(layout: layouts.Layout, tmp_path: Path) -> None:
     """To DCP, to one torch file, and to the same layout: no tensor has other bits, none is lost."""

@@ -166,6 +166,7 @@ MISTAKES: dict[str, tuple[Callable[[State], object], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named(tmp_path: Path, reference: str, mistake: str) -> None:
     change, kind, name = MISTAKES[mistake]

@@ -112,6 +112,7 @@ def whole() -> dict[str, Any]:
     return loaded(TP)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("source", "onto"),
     [

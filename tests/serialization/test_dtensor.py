@@ -53,6 +53,7 @@ LAYOUTS: list[Layout] = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("shape", "placements"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [(30, 6), (7, 5), (1, 9), (13, 2)], ids=str)
 def test_pieces_are_where_torch_cut_them(tmp_path: Path, shape: Any, placements: list[Any], size: Any) -> None:
@@ -242,6 +243,7 @@ def _spoil_each(value: Any, seen: set[int]) -> Any:
             yield from _spoil_each(getattr(value, name), seen)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["dtensor", "sharded"])
 @pytest.mark.parametrize("junk", [None, -1, "text", (), (1, "x"), {}, [[]]], ids=repr)
 def test_anything_else_is_one_of_our_errors(tmp_path: Path, kind: str, junk: Any) -> None:

@@ -34,6 +34,7 @@ def load(net: Net, optimizer: torch.optim.Optimizer, state: Tree, spelling: str)
         set_optimizer_state_dict(net, optimizer, state, options=options)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "before", "after"), RESUMED)
 def test_the_next_steps_are_the_same(name: str, before: str, after: str, tmp_path: Path) -> None:
     net, optimizer = trained(OPTIMIZERS[name])

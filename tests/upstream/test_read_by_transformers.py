@@ -68,6 +68,7 @@ def saved(kind: str, name: str, folder: Path) -> tuple[transformers.PreTrainedMo
     return model, folder / "sharded"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("most", [2000, None])
 @pytest.mark.parametrize("kind", ["torch", "dcp", "dcp of 4 ranks"])
 @pytest.mark.parametrize("name", MODELS)

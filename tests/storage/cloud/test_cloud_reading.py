@@ -135,6 +135,7 @@ PASSING = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_what_passes_is_repeated(fault: Fault, after: int, server: S3Server, tmp_path: Path) -> None:
@@ -157,6 +158,7 @@ LASTING = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("fault", "said"), LASTING.values(), ids=LASTING)
 @pytest.mark.parametrize("after", [0, 3])
 def test_what_does_not_pass_is_said(

@@ -117,6 +117,7 @@ def test_one_file(
     assert most[0] < PART
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize("kind", ["damage", "503", "expired", "replaced", "wrong"])
 def test_what_fails(

@@ -264,6 +264,7 @@ def writes(after: int, fault: Fault, lasting: bool = False) -> Callable[[Request
     return decide
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("after", [1, 2, 4, 6])
 @pytest.mark.parametrize("kind", ["503", "refused", "lost"])
 def test_what_passes_is_repeated(kind: str, after: int, server: S3Server, tmp_path: Path) -> None:
@@ -276,6 +277,7 @@ def test_what_passes_is_repeated(kind: str, after: int, server: S3Server, tmp_pa
     assert not [name for name in server.names() if "partial" in name]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("after", [1, 2, 4, 6])
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -402,6 +404,7 @@ def check_after_a_kill(server: S3Server) -> None:
     )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("requests", [4, 8, 13])
 def test_a_killed_run(requests: int, server: S3Server) -> None:
     assert kill_after(server, requests)

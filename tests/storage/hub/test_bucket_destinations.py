@@ -247,6 +247,7 @@ FAILURES: dict[str, tuple[Any, type[CkptError], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_what_fails(
     store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: dict[int, dict[str, bytes]], failure: str

@@ -113,6 +113,7 @@ def requests(hub: Hub) -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("job", "transport", "fault"),
     [

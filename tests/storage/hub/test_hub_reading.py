@@ -56,6 +56,7 @@ def outline(catalogue: Catalogue) -> list[tuple[object, ...]]:
     return [*tensors, *objects, catalogue.format, catalogue.world_size]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", SOME)
 def test_it_is_what_lies_here(hub: Hub, tmp_path: Path, name: str) -> None:
     if not (CHECKPOINTS / name).exists():

@@ -153,6 +153,7 @@ def test_secrets_that_lie_about_stay_where_they_are(hub: Hub, tmp_path: Path, at
         assert core(token) not in received, kind
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", tokens(random.Random(0)))
 def test_a_secret_in_what_the_model_needs_stops_it(hub: Hub, tmp_path: Path, kind: str) -> None:
     chance = random.Random(kind)
@@ -268,6 +269,7 @@ def sent(hub: Hub, token: str) -> bool:
     return any(core(token) in data for data in [*large, *small])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", tokens(random.Random(0)))
 def test_a_secret_in_a_state_is_not_sent(hub: Hub, tmp_path: Path, kind: str) -> None:
     token = tokens(random.Random(kind))[kind]

@@ -596,6 +596,7 @@ def _combinations() -> Iterator[Any]:
             yield pytest.param(where, what, marks=() if short else pytest.mark.long)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("where, what", [*_combinations()])
 def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, what: str) -> None:
     how, said = WHAT[what]

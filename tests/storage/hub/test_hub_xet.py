@@ -142,6 +142,7 @@ MET: dict[str, tuple[dict[str, Any], bool, str]] = {
 SHORT = ("503", "truncated", "403", "429 for an hour", "another byte")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("met", [pytest.param(met, marks=() if met in SHORT else pytest.mark.long) for met in MET])
 @pytest.mark.parametrize("job", JOBS)
 def test_at_every_request(store: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, met: str) -> None:
