@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import warm_python
 from support.paths import ROOT
 from typer.testing import CliRunner, Result
 
@@ -168,7 +169,7 @@ def test_recipes_run_as_they_are(tmp_path: Path, name: str) -> None:
     if name == "init":
         path = tmp_path / "recipe.py"
         recipes.write_template(path)
-    words = [sys.executable, "-c", TRAIN, str(path)]
+    words = [*warm_python.python(), "-c", TRAIN, str(path)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

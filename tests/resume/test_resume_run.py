@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from support import forked_command
 from support.cli import run as run_command
 from support.script_faults import FAULTS, ScriptFault
 
@@ -306,9 +307,11 @@ while step < steps:
 
 
 @pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_file_beside_the_checkpoint_is_judged_by_what_it_holds(forgets: bool) -> None:
-    command = [sys.executable, "-c", AVERAGE.format(forgets=forgets), "OUT"]
-    report = runs(command=command, checkpoints="OUT/step_{step}.pt")
+def test_a_file_beside_the_checkpoint_is_judged_by_what_it_holds(forgets: bool, tmp_path: Path) -> None:
+    script = tmp_path / "average.py"
+    script.write_text(AVERAGE.format(forgets=forgets))
+    with forked_command.forked(str(tmp_path)):
+        report = runs(command=[sys.executable, str(script), "OUT"], checkpoints="OUT/step_{step}.pt")
     assert report.verdict == ("differs" if forgets else "same"), report.message
     # The time of day is not that of A2 either.
     assert [run.name for run in report.runs] == ["A", "A2", "B"]
