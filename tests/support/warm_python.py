@@ -82,7 +82,7 @@ def program(folder: Path) -> str:
 def end() -> None:
     """End the server, and wait for it: the time of what it ran is ours then."""
     if _Server.process is not None:
-        del os.environ[_ADDRESS]
+        os.environ.pop(_ADDRESS, None)
         _Server.process.communicate()
         os.rmdir(os.path.dirname(_Server.address))
         _Server.process = None
