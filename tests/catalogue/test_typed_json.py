@@ -107,7 +107,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )  # fmt: skip
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.recursive(LEAVES, containers, max_leaves=12))
 def test_there_and_back_is_the_same(value: Any) -> None:
     back = there_and_back(value)
@@ -299,7 +299,7 @@ def test_json_that_we_do_not_write_is_refused(text: str) -> None:
         decode(made, name="`ckpttool.json`")
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),

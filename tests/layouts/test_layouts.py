@@ -22,9 +22,11 @@ REFUSED = {"DLR-RM/stable-baselines3"}
 ALL = [layout for layout in layouts.LAYOUTS if layout.name not in REFUSED]
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    return {one.name: measured(one, tmp_path_factory.mktemp("layout"), convert=False) for one in layouts.LAYOUTS}
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)])
+def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
+    """Of every layout; of every second one, and of those that are refused, where tests are not to take long."""
+    some = [one for i, one in enumerate(layouts.LAYOUTS) if i % request.param == 0 or one.name in REFUSED]
+    return {one.name: measured(one, tmp_path_factory.mktemp("layout"), convert=False) for one in some}
 
 
 def test_every_tensor_of_every_file_is_seen(figures: dict[str, Figures]) -> None:

@@ -118,6 +118,7 @@ def _moments(optim: dict[str, Any], found: dict[str, Any], suffix: str) -> Itera
                 yield f"{root}{name if by_name is not None else i}.{moment}", value
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_converts_to_what_torch_gathered(name: str, to: str, tmp_path: Path) -> None:
