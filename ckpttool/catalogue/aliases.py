@@ -16,11 +16,13 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     tensors = [tensor for tensor in tensors if tensor.numel]
     # Of a million tensors few begin where another one does.
     begins = [chunks.offset[0] << 20 | chunks.file[0] if (chunks := tensor.chunks) else -1 for tensor in tensors]
+    if len({*begins}) == len(begins):
+        return {}
     seen: set[int] = set()
     repeated = {begin for begin in begins if begin in seen or seen.add(begin)}  # type: ignore[func-returns-value]
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
-    for tensor, begin in zip(tensors, begins, strict=True) if repeated else ():
+    for tensor, begin in zip(tensors, begins, strict=True):
         if begin not in repeated:
             continue
         c = tensor.chunks

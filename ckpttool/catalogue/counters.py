@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
 from ckpttool.errors import CkptError
@@ -34,6 +34,7 @@ _STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_cou
 # By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
 _STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
 _OWN = {"optimizer": "step", "model": "(num_)?updates"}
+_ENDS = {"step", "ates"}  # of these names, which few of a million tensors have
 _EPOCH = ("(current_)?epoch(_number)?", "(last|finished)_epoch|epochs_(run|completed)", "start_epoch|epochs")
 _EPOCHS = {"progress": _EPOCH, "other": _EPOCH}
 # What somebody set, and did not count.
@@ -49,9 +50,6 @@ def _pattern(names: str) -> re.Pattern[str]:
 
 def _is(key: str, names: str) -> bool:
     return _pattern(names).fullmatch(key) is not None
-
-
-_is_named = lru_cache(4096)(_is)  # for last keys, of which a million tensors have few
 
 
 def step(catalogue: Catalogue) -> float | None:
@@ -138,10 +136,12 @@ def _of_updates(catalogue: Catalogue) -> list[Entry]:
     """Return the counters of updates: the first and the last of each optimizer, as there is one for each parameter."""
     of_part: dict[Part, list[Entry]] = {}
     for entry in catalogue.entries.values():
-        name = _OWN.get(entry.part.kind)
-        if name is None or not entry.path or (isinstance(entry, Tensor) and entry.numel != 1):
+        path = entry.path
+        if not path or str(path[-1])[-4:].casefold() not in _ENDS or (name := _OWN.get(entry.part.kind)) is None:
             continue
-        if _is_named(str(entry.path[-1]).replace("/", ".").rpartition(".")[2], name):
+        if isinstance(entry, Tensor) and entry.numel != 1:
+            continue
+        if _is(str(path[-1]).replace("/", ".").rpartition(".")[2], name):
             of_part.setdefault(entry.part, [])[1:] = [entry]
     return [entry for entries in of_part.values() for entry in entries]
 

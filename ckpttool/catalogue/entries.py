@@ -137,25 +137,15 @@ class Chunk(NamedTuple):
 
 _tuple: Any = tuple.__new__
 _NONE: dict[int, Any] = {}  # of the columns that most chunks do not have; never added to
-_ORIGINS = [((0,) * dimensions,) for dimensions in range(MAX_DIMENSIONS + 1)]
 
 
 # Columns of one value, which a checkpoint of a million small tensors has few of: they are shared, and never added to.
 
 
 @lru_cache(4096)
-def _only(shape: Ints) -> tuple[Ints]:
-    return (shape,)
-
-
-@lru_cache(4096)
-def _only_file(number: int) -> array[int]:
-    return array("l", (number,))
-
-
-@lru_cache(4096)
-def _only_size(nbytes: int) -> array[int]:
-    return array("q", (nbytes,))
+def _single(shape: Ints, file: int, nbytes: int) -> tuple[Sequence[Ints], Sequence[Ints], array[int], array[int]]:
+    """Return the origins, sizes, files and bytes of one chunk that is a whole tensor."""
+    return ((0,) * len(shape),), (shape,), array("l", (file,)), array("q", (nbytes,))
 
 
 @lru_cache(4096)
@@ -207,18 +197,27 @@ class Chunks(Sequence[Chunk]):
         return result
 
     @classmethod
+    def run(cls, shape: Ints, file: int, offset: int, nbytes: int) -> Chunks:
+        """Return one chunk that is the whole tensor, row-major in a run of bytes without a checksum."""
+        # As `of`, in half of the time and a third of the memory: a large model has every tensor a few times.
+        result = cls.__new__(cls)
+        result.offsets, result.sizes, result.file, result.nbytes = _single(shape, file, nbytes)
+        result.offset = array("q", (offset,))
+        result.strides = result.codecs = result.records = _NONE
+        result.crcs, result.item = None, False
+        return result
+
+    @classmethod
     def single(cls, shape: Ints, extent: Extent) -> Chunks:
         """Return one chunk that is the whole tensor, to which no other is added."""
-        # As `of`, in half of the time and a third of the memory: a large model has every tensor a few times.
         file, offset, nbytes, strides, codec, record, item, _, _, weave = extent
         assert weave is None, "only `Source.resolve` returns extents that are made of others"
-        result = cls.__new__(cls)
-        result.offsets = _ORIGINS[len(shape)] if len(shape) <= MAX_DIMENSIONS else ((0,) * len(shape),)
-        result.sizes, result.file = _only(shape), _only_file(file)
-        result.offset, result.nbytes = array("q", (offset,)), _only_size(nbytes)
-        result.strides = {0: strides} if strides is not None else _NONE
-        result.codecs = {0: codec} if codec else _NONE
-        result.records, result.crcs, result.item = _NONE, None, item
+        result = cls.run(shape, file, offset, nbytes)
+        result.item = item
+        if strides is not None:
+            result.strides = {0: strides}
+        if codec:
+            result.codecs = {0: codec}
         if record is not None:
             if record[:3] == extent[:3]:
                 result.crcs = _UNKNOWN if record.crc is None else array("q", (record.crc,))

@@ -11,7 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import compress
 from typing import Any
 
@@ -55,9 +55,14 @@ class Model:
     is_average: bool = False
     average_of: Part | None = None
     optimizers: list[_Trained] = field(default_factory=list)
-    names: dict[str, Ints] = field(default_factory=dict)
     shapes: tuple[Ints, ...] = ()
     counts: Counter[Ints] = field(default_factory=Counter)
+
+    @cached_property
+    def names(self) -> dict[str, Ints]:
+        """The shapes by the names of the candidates with real or complex elements: of a million, only if two models
+        are compared."""
+        return {tensor.fqn: tensor.shape for tensor in self.candidates if _is_real(tensor)}
 
     def parameters(self, tied: Collection[Path] = ()) -> list[Tensor]:
         """Return the parameters: what its optimizers list, and what only a parameter is called; where there is none,
@@ -89,6 +94,8 @@ class Models:
         and shapes is a copy where the model of each optimizer is known and its key names nothing else (`D`, `vae`)."""
         is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
         forms = {_form(model.names) for model in self.originals if is_known and model.optimizers}
+        if not forms:
+            return self.originals
         return [
             model
             for model in self.originals
@@ -130,13 +137,15 @@ def models(catalogue: Catalogue) -> Models:
 
 def _model(part: Part, tensors: list[Tensor]) -> Model:
     fqns = [tensor.fqn for tensor in tensors]
-    all_names = {*fqns}
-    are_candidates = [not is_buffer(fqn, tensor, all_names) for fqn, tensor in zip(fqns, tensors, strict=True)]
+    statistics = {fqn for fqn in fqns if fqn.endswith(_KEYS)}
+    are_candidates = [not is_buffer(fqn, tensor, statistics) for fqn, tensor in zip(fqns, tensors, strict=True)]
     candidates = [*compress(tensors, are_candidates)]
-    are_floats = [tensor.dtype.kind in ("float", "complex") for tensor in candidates]
-    shapes = tuple(tensor.shape for tensor in compress(candidates, are_floats))
-    names = dict(zip(compress(compress(fqns, are_candidates), are_floats), shapes, strict=True))
-    return Model(part, tensors, candidates, names=names, shapes=shapes, counts=Counter(shapes))
+    shapes = tuple(tensor.shape for tensor in candidates if _is_real(tensor))
+    return Model(part, tensors, candidates, shapes=shapes, counts=Counter(shapes))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.dtype.kind in ("float", "complex")
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------

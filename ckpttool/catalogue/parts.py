@@ -243,8 +243,7 @@ def _optimizers(node: KeyNode, path: Path) -> Iterator[tuple[KeyNode, Path]]:
 def _kind_of_rest(node: KeyNode) -> str:
     """Return the kind of a whole that is not divided: a model, if there are tensors in it and no name of a replay
     buffer."""
-    names = {key for key in node.children if isinstance(key, str)}
-    if len(names & _EXPERIENCE) > 1 and not any(map(is_module_name, names)):
+    if len(_EXPERIENCE & node.children.keys()) > 1 and not any(map(is_module_name, node.children)):
         return "dataloader"
     if isinstance(node.entry, Object) and isinstance(node.entry.value, Stub):
         # A graph or a replay buffer that was pickled whole has tensors, too.

@@ -125,7 +125,7 @@ def tree(catalogue: Catalogue) -> KeyNode:
     for path, entry in catalogue.entries.items():
         node = root
         for key in path:
-            node = node.child(key)
+            node = node.children.get(key) or node.child(key)
         node.entry = entry
     for path, container in catalogue.containers.items():
         if isinstance(container.attrs, dict) and "_metadata" in container.attrs:

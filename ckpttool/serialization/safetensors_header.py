@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
 from math import isinf, prod
@@ -61,10 +61,53 @@ class Header(NamedTuple):
     """A header that was read and found true: `Header({"w": HeaderEntry(...)}, {"format": "pt"}, 4096, 7424)`. `tensors`
     are in the order of their bytes; `payload` and `end` are where those begin and end, absolute."""
 
-    tensors: dict[str, HeaderEntry]
+    tensors: Mapping[str, HeaderEntry]
     metadata: dict[str, str]
     payload: int
     end: int
+
+
+_Kind = tuple[Dtype, Ints, int]  # of a tensor: its dtype, shape and bytes
+_tuple: Any = tuple.__new__
+
+
+class _Tiling(Mapping[str, HeaderEntry]):
+    """Tensors whose bytes follow each other from `begin` on. Of a million, which have few kinds, an entry is made when
+    it is asked for."""
+
+    def __init__(self, kinds: dict[str, _Kind], begin: int) -> None:
+        self._kinds, self._begin = kinds, begin
+        self._entries: dict[str, HeaderEntry] = {}  # once one is asked for by its name
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._kinds
+
+    def __getitem__(self, name: str) -> HeaderEntry:
+        self._entries = self._entries or dict(self.items())
+        return self._entries[name]
+
+    def items(self) -> ItemsView[str, HeaderEntry]:
+        return _TilingItems(self)
+
+    def pairs(self) -> Iterator[tuple[str, HeaderEntry]]:
+        """Yield the names with their entries, in the order of their bytes."""
+        at = self._begin
+        for name, (dtype, shape, nbytes) in self._kinds.items():
+            begin, at = at, at + nbytes
+            yield name, _tuple(HeaderEntry, (dtype, shape, begin, at, None))
+
+
+class _TilingItems(ItemsView[str, HeaderEntry]):
+    _mapping: _Tiling
+
+    def __iter__(self) -> Iterator[tuple[str, HeaderEntry]]:
+        return self._mapping.pairs()
 
 
 class Spec(NamedTuple):
@@ -95,11 +138,7 @@ def read_header(read: Read, base: int, length: int, *, name: str, exact: bool = 
     if text[:1] != b"{":
         message = f"{name}: the header begins with {shown(text[:1])}, not with `{{`"
         raise CorruptError(message, hint="this may not be a safetensors file")
-    tensors, metadata = _usual(text, payload) or _parsed(text, payload, name)
-    # Writers need not list tensors in the order of their bytes.
-    if not _is_tiling(tensors.values(), payload):
-        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
-    end = _check_tiling(tensors, payload, name)
+    tensors, metadata, end = _usual(text, payload) or _parsed(text, payload, name)
     limit = base + length
     if end > limit:
         last = next(tensor for tensor, entry in tensors.items() if entry.end > limit)
@@ -130,19 +169,22 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
 # How libraries write a tensor, and metadata before the first one. A million tensors take a sixth of the time of JSON.
 _SIZE = rb"(0|[1-9]\d{0,17})"
 _USUAL = re.compile(
-    rb'[{,]"([^"\\\x00-\x1f]+)":{"dtype":"(\w+)","shape":\[([\d,]*)],"data_offsets":\[%b,%b]}' % (_SIZE, _SIZE)
+    rb'[{,]"([^"\\\x00-\x1f]+)":{("dtype":"(\w+)","shape":\[([\d,]*)]),"data_offsets":\[%b,%b]}' % (_SIZE, _SIZE)
 )
 _USUAL_METADATA = re.compile(rb'{"__metadata__":({(?:"[^"\\]*(?:\\.[^"\\]*)*"[:,]?)*})(?=,)')
 _SIZES = re.compile(rb"|(?:0|[1-9]\d*)(?:,(?:0|[1-9]\d*))*")
 
 
-def _usual(text: bytes, payload: int) -> tuple[dict[str, HeaderEntry], dict[str, str]] | None:
-    """Return the tensors and the metadata of a header as libraries write it, or None for any other: what `_parsed`
-    returns for it, or the error that it raises, counts."""
+_Parsed = tuple[Mapping[str, HeaderEntry], dict[str, str], int]  # with the end of the payload
+
+
+def _usual(text: bytes, payload: int) -> _Parsed | None:
+    """Return the tensors and the metadata of a header as libraries write it, in the order of their bytes, or None for
+    any other: what `_parsed` returns for it, or the error that it raises, counts."""
     head, metadata, at = _USUAL_METADATA.match(text), dict[str, str](), 0
-    tensors: dict[str, HeaderEntry] = {}
-    known: dict[tuple[bytes, bytes], tuple[Dtype, Ints, int]] = {}
-    count = 0
+    tensors: dict[str, _Kind] = {}
+    known: dict[bytes, _Kind] = {}
+    count = filled = 0
     try:
         if head is not None:
             metadata, at = _parse(head[1], ""), head.end()
@@ -150,34 +192,37 @@ def _usual(text: bytes, payload: int) -> tuple[dict[str, HeaderEntry], dict[str,
             if match.start() != at:
                 return None
             at, count = match.end(), count + 1
-            name, dtype, shape, first, last = match.groups()
-            begin, end = int(first), int(last)
-            kind = known.get((dtype, shape)) or known.setdefault((dtype, shape), _kind(dtype, shape))
-            if end - begin != kind[2]:
+            name, looks, dtype, shape, first, last = match.groups()
+            kind = known.get(looks) or known.setdefault(looks, _kind(dtype, shape))
+            if int(first) != filled or int(last) != filled + kind[2]:
                 return None
-            tensors[name.decode()] = HeaderEntry(kind[0], kind[1], payload + begin, payload + end)
+            filled += kind[2]
+            tensors[name.decode()] = kind
     except (CorruptError, KeyError, UnicodeDecodeError):
         return None
     is_usual = len(tensors) == count and METADATA not in tensors and text[at:].rstrip(b" ") == b"}"
     with working(len(text)):
-        return (tensors, metadata) if is_usual and count else None
+        return (_Tiling(tensors, payload), metadata, payload + filled) if is_usual and count else None
 
 
-def _kind(dtype: bytes, shape: bytes) -> tuple[Dtype, Ints, int]:
+def _kind(dtype: bytes, shape: bytes) -> _Kind:
     if _SIZES.fullmatch(shape) is None or len(shape) > _MAX_SHAPE:
         raise CorruptError("no list of sizes")
     name = dtype.decode()
     return BY_SAFETENSORS[name], *_measured(name, tuple(map(int, shape.split(b","))) if shape else ())
 
 
-def _parsed(text: bytes, payload: int, name: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+def _parsed(text: bytes, payload: int, name: str) -> _Parsed:
     """Return the tensors and the metadata of any header. Raises CorruptError."""
     table = _parse(text, f"{name}: the header")
     metadata = {} if table.get(METADATA) is None else table[METADATA]
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CorruptError(f"{name}: `{METADATA}` in the header is not an object of strings")
     tensors = {tensor: _entry(tensor, info, payload, name) for tensor, info in table.items() if tensor != METADATA}
-    return tensors, metadata
+    # Writers need not list tensors in the order of their bytes.
+    if not _is_tiling(tensors.values(), payload):
+        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
+    return tensors, metadata, _check_tiling(tensors, payload, name)
 
 
 def _parse(text: bytes, what: str) -> dict[str, Any]:

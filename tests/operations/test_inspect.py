@@ -179,6 +179,23 @@ def test_layers_come_in_the_order_of_their_numbers() -> None:
     assert [line.name for line in found if line.depth == 2 and line.name[0].isdecimal()] == ["0-2", "3-12"]
 
 
+def test_modules_that_look_alike_until_one_has_more() -> None:
+    """Modules with the same tensors are one in memory; what another part of the file adds to one is not in all."""
+    names = [f"a.{i}.{last}" for i in range(4) for last in ("w", "b")]
+    added = ["a.1.c", "a.2.w.x", "a.3.w", "z"]
+    grouped = sorted({*names, *added}, key=lambda name: name.split(".")[:2])
+    one_by_one = [*names, *added]
+
+    def figures(order: list[str]) -> dict[tuple[int, str], tuple[int, int, int]]:
+        found = lines(catalogue({name: torch.ones(2, 3) for name in order}).tensors, (), {}, 9)
+        return {(line.depth, line.name): (line.folded, line.tensors, line.elements) for line in found}
+
+    expected = figures(grouped)
+    assert figures(one_by_one) == expected
+    assert expected[0, "a"] == (1, 10, 60) and expected[1, "0,3"] == (2, 4, 24)
+    assert expected[1, "1"] == (1, 3, 18) and expected[1, "2"] == (1, 3, 18)
+
+
 def test_ranges() -> None:
     assert ranges([0, 1, 2, 5], ",") == "0-2,5"
     assert ranges([3]) == "3"

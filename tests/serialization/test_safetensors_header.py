@@ -76,7 +76,10 @@ def test_a_header_of_the_usual_spelling_is_read_as_any_other(
             found = read(blob(header + b" " * (-len(header) % 256), bytes(at)))
         except CorruptError as error:
             return str(error).partition(" at byte")[0]
-        return [(name, entry[:2], entry.end - entry.begin) for name, entry in found.tensors.items()], found.metadata
+        assert all(found.tensors[name] == entry for name, entry in found.tensors.items())
+        begin = found.payload
+        rows = [(name, *entry[:2], entry.begin - begin, entry.end - begin) for name, entry in found.tensors.items()]
+        return rows, len(found.tensors), found.metadata
 
     assert answer(separators=(",", ":")) == answer(separators=(" ,", ": "))
 

@@ -65,13 +65,15 @@ def headline(
 ) -> Headline:
     """Return the headline. `tied` are tensors whose bytes another one has, which are not counted again."""
     found = parameters(every, tied)
-    dtypes: Counter[str] = Counter()
+    elements, dtypes = 0, Counter[str]()
     for tensor in found:
-        dtypes[tensor.dtype.name] += tensor.nbytes
+        numel, dtype = tensor.numel, tensor.dtype
+        elements += numel
+        dtypes[dtype.name] += numel * dtype.itemsize
     classes = catalogue.facts.get("architectures")
     layers = catalogue.facts.get("num_hidden_layers")
     recognised = catalogue.facts.get("recognised", {}).get("parameters")
-    counted = sum(tensor.numel for tensor in found) if found and not _holds_views(catalogue, found) else None
+    counted = elements if found and not _holds_views(catalogue, found) else None
     return Headline(
         # What is quantised or in partitions is counted as it was before.
         parameters=counted if recognised is None else recognised,
@@ -106,14 +108,16 @@ def _layers(tensors: Sequence[Tensor]) -> int | None:
     several stacks, as of an encoder and a decoder."""
     numbers: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
-    module, match = "", None
+    module, stack = "", ""
     for tensor in tensors:
         above = tensor.fqn.rpartition(".")[0]
         if above != module:  # as neighbours are mostly of one module
-            module, match = above, _LAYERS.match(f"{above}.")
-        if match:
-            numbers[match[1]].add(int(match[2]))
-            sizes[match[1]] += tensor.numel
+            match = _LAYERS.match(f"{above}.")
+            module, stack = above, match[1] if match else ""
+            if match:
+                numbers[stack].add(int(match[2]))
+        if stack:
+            sizes[stack] += tensor.numel
     if not sizes:
         return None
     (stack, size), *others = sizes.most_common()

@@ -62,7 +62,7 @@ def _of(name: str, owners: Sequence[Part], trained: Sequence[Model]) -> str:
 
 
 def _others(catalogue: Catalogue) -> Iterator[str]:
-    entries = catalogue.entries.values()
+    entries = [entry for entry in catalogue.entries.values() if entry.part.kind not in ("model", "optimizer")]
     for kind, word in _WORDS:
         own = [entry for entry in entries if entry.part.kind == kind and not entry.embedded]
         ranks = {found[1] for entry in own if (found := find_rank(entry.path)) is not None}

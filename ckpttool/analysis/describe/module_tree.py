@@ -17,6 +17,7 @@ from ckpttool.text import is_number, ranges
 
 RANGES = 4
 _DEPTH = 100  # a name may have any number of dots
+_FEW = 64  # children, which are copied when a module that is shared gets one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +52,36 @@ class _ModuleNode:
     nbytes: int = 0
     dtypes: tuple[str, ...] = ()
     tied: bool = False
-    shared: bool = False  # by all tensors that look so, of a million of which few look otherwise
+    shared: bool = False  # by all tensors or modules that look so, of a million of which few look otherwise
 
     def child(self, name: str) -> _ModuleNode:
-        """The module at `name`, which is made if it is not there, or is a tensor."""
+        """The module at `name`, which is made if it is not there, or is shared."""
         node = self.children.get(name)
         if node is None or node.shared:
-            node = _ModuleNode(node.tensor, tied=node.tied) if node is not None else _ModuleNode()
+            node = _ModuleNode(node.tensor, {**node.children}, tied=node.tied) if node is not None else _ModuleNode()
             self._set(name, node)
         return node
 
     def put(self, name: str, tensor: Tensor, *, tied: bool, leaves: dict[object, _ModuleNode]) -> None:
         """Add a tensor; `leaves` are the nodes of tensors by what they look like."""
         node = self.children.get(name)
-        if node is not None and not node.shared:
+        if node is not None and (node.children or not node.shared):
+            node = self.child(name)
             node.tensor, node.tied = tensor, tied
             return
         looks = tensor.dtype.name, tensor.shape, tied
         node = leaves.get(looks) or leaves.setdefault(looks, _ModuleNode(tensor, tied=tied, shared=True))
         self._set(name, node)
+
+    def share(self, name: str, modules: dict[object, _ModuleNode]) -> None:
+        """Put the first module that looks like the one at `name` in its place, if it has a few tensors alone. `modules`
+        are those by what they look like."""
+        node = self.children[name]
+        children = node.children
+        if node.tensor is None and len(children) <= _FEW and all(one.shared for one in children.values()):
+            # What is shared is never freed, so that each has an identity of its own.
+            first = modules.setdefault((*children, *map(id, children.values())), node)
+            first.shared, self.children[name] = True, first
 
     def _set(self, name: str, node: _ModuleNode) -> None:
         if self.children:
@@ -91,15 +103,18 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     skip = len(dotted(root)) + 1 if root else 0
     known: dict[str, str] = {}  # a million names have few keys
     leaves: dict[object, _ModuleNode] = {}
-    node, before = top, ""
+    modules: dict[object, _ModuleNode] = {}
+    node, before, parent, key = top, "", None, ""
     for tensor in tensors:
         name = tensor.name[skip:]
         end = name.rfind(".") + 1
         around, last = name[:end], name[end:]
         if around != before:  # as neighbours are mostly of one module
-            node, before = top, around
+            if parent is not None:
+                parent.share(key, modules)
+            node, before, parent = top, around, None
             for key in around[:-1].split(".", _DEPTH) if around else ():
-                node = node.child(known.setdefault(key, key))
+                parent, node = node, node.child(known.setdefault(key, key))
         node.put(known.setdefault(last, last), tensor, tied=tensor.path in tied, leaves=leaves)
     _count(top, {})
     return list(_walk(top, 0, 1, depth, 0))

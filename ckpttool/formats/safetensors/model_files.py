@@ -78,19 +78,24 @@ class HeaderMerger:
             self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
         for tensor, entry in header.tensors.items():
-            before, extent = self.tensors.get(tensor), checksums.extent(file, entry)
+            before = self.tensors.get(tensor)
             if before is not None and not (offsets and rank is not None):
                 first = self.file_of(before)
                 text = f"`{self._root}`: tensor `{tensor}` is in `{first}` and in `{name}`"
                 hint = "the directory has files of two checkpoints; name one of the files itself"
                 raise CorruptError(text, hint=hint, tensor=tensor, found=[first, name])
+            dtype, shape, begin, end, crc = entry
             if rank is None and not offsets:
-                chunks = Chunks.single(entry.shape, extent)
-                self.tensors[tensor] = Tensor((tensor,), entry.dtype, entry.shape, chunks, MODEL)
+                if crc is None:  # as in most files: of a million tensors each has one object less
+                    chunks = Chunks.run(shape, file, begin, end - begin)
+                else:
+                    chunks = Chunks.single(shape, checksums.extent(file, entry))
+                self.tensors[tensor] = Tensor((tensor,), dtype, shape, chunks, MODEL)
             else:
-                start = (0,) * len(entry.shape)
-                whole = before or Tensor((tensor,), entry.dtype, start, Chunks(), MODEL)
-                self.tensors[tensor] = self._with_piece(whole, offsets.get(tensor, start), entry, extent)
+                start = (0,) * len(shape)
+                whole = before or Tensor((tensor,), dtype, start, Chunks(), MODEL)
+                piece = checksums.extent(file, entry)
+                self.tensors[tensor] = self._with_piece(whole, offsets.get(tensor, start), entry, piece)
 
     def file_of(self, tensor: Tensor) -> str:
         """Return the name of the file that the first piece of a tensor is in."""
