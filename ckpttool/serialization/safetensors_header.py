@@ -77,7 +77,7 @@ class _Tiling(Mapping[str, HeaderEntry]):
 
     def __init__(self, kinds: dict[str, _Kind], begin: int) -> None:
         self._kinds, self._begin = kinds, begin
-        self._entries: dict[str, HeaderEntry] = {}  # once one is asked for by its name
+        self._begins: dict[str, int] = {}  # once one is asked for by its name
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -89,8 +89,12 @@ class _Tiling(Mapping[str, HeaderEntry]):
         return name in self._kinds
 
     def __getitem__(self, name: str) -> HeaderEntry:
-        self._entries = self._entries or dict(self.items())
-        return self._entries[name]
+        if not self._begins:
+            begins = accumulate((nbytes for _, _, nbytes in self._kinds.values()), initial=self._begin)
+            self._begins = dict(zip(self._kinds, begins, strict=False))
+        dtype, shape, nbytes = self._kinds[name]
+        begin = self._begins[name]
+        return HeaderEntry(dtype, shape, begin, begin + nbytes)
 
     def items(self) -> ItemsView[str, HeaderEntry]:
         return _TilingItems(self)

@@ -197,7 +197,7 @@ class _IndexMerger:
                     self.index.copies.append(Copy(name, rank, tensor.item(chunks[box]), other.item(i), chunks[box]))
                 continue
             if i in other.transforms:
-                tensor.transforms[len(tensor.offsets)] = other.transforms[i]
+                tensor.transform(len(tensor.offsets), other.transforms[i])
             offsets.append(box[0])
             sizes.append(box[1])
             tensor.files.append(other.files[i])

@@ -59,6 +59,9 @@ class IndexItem(NamedTuple):
     transforms: tuple[str, ...] = ()
 
 
+_NO_TRANSFORMS: dict[int, tuple[str, ...]] = {}  # of tensors, which most have; never added to
+
+
 @dataclass(slots=True, eq=False)
 class StoredTensor:
     """A tensor of the index: `StoredTensor(float32, (8, 4), [(0, 0), (4, 0)], [(4, 4), (4, 4)], ...)`.
@@ -74,12 +77,17 @@ class StoredTensor:
     files: array[int]
     starts: array[int]
     lengths: array[int]
-    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    transforms: dict[int, tuple[str, ...]] = field(default_factory=lambda: _NO_TRANSFORMS)
 
     @property
     def is_whole(self) -> bool:
         """Whether it is one chunk."""
         return len(self.sizes) == 1 and self.sizes[0] == self.shape and not any(self.offsets[0])
+
+    def transform(self, i: int, transforms: tuple[str, ...]) -> None:
+        """Note the transforms of chunk `i`."""
+        self.transforms = self.transforms or {}
+        self.transforms[i] = transforms
 
     def item(self, i: int) -> IndexItem:
         return IndexItem(self.files[i], self.starts[i], self.lengths[i], self.transforms.get(i, ()))
@@ -347,7 +355,7 @@ class _Reader:
                     continue
                 entry.starts[i], entry.lengths[i], entry.files[i] = start, length, number
                 if transforms is not None:
-                    entry.transforms[i] = _transforms(transforms)
+                    entry.transform(i, _transforms(transforms))
         except (TypeError, OverflowError):
             raise CorruptError(_NO_PLACE) from None
 
