@@ -44,6 +44,7 @@ def is_named(catalogue: Catalogue, name: str) -> bool:
     return entries or of_run or any(name in str(fault) for fault in catalogue.faults)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.relative_to(CHECKPOINTS).as_posix())
 def test_a_file_more_is_read_or_named(sample: Path, tmp_path: Path) -> None:
     """A safetensors file in a directory of DeepSpeed was taken for all of it, and others were left out in silence."""

@@ -37,6 +37,8 @@ class _Server:
 
 def python() -> list[str]:
     """The command to put where `sys.executable` would be: a script or `-c CODE` follows."""
+    if sys.platform != "linux":
+        return [sys.executable]  # elsewhere, libraries that have started threads do not survive a fork
     if (address := os.environ.get(_ADDRESS)) is None:
         _Server.address = address = str(Path(tempfile.mkdtemp(prefix="warm-")) / "at")
         words = [sys.executable, __file__, "serve", _Server.address]
