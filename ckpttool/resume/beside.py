@@ -9,8 +9,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -27,27 +26,16 @@ Files = Mapping[str, str]
 _DOCUMENT = 1 << 20  # largest file that is read as a JSON document, in bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BesideDifference:
-    """How a file differs: `names` are its tensors and values that do, none if it has none, as a log."""
-
-    file: str
-    how: str
-    names: tuple[str, ...] = ()
-
-
-def differing(before: Files, after: Files) -> Iterator[BesideDifference]:
-    """Yield the files that are not the same, of those that `before` has."""
-    for name, path in before.items():
-        other = after.get(name)
-        if other is None:
-            yield BesideDifference(name, "is missing", (name,) if _names(path, path) is not None else ())
-        elif not filecmp.cmp(path, other, shallow=False):
-            names = _names(path, other)
-            if names is None:
-                yield BesideDifference(name, "differs")
-            elif names:
-                yield BesideDifference(name, f"differs: {some(sorted(names))}", tuple(sorted(names)))
+def differing(before: Files, after: Files) -> dict[str, set[str]]:
+    """Return the files that are not the same, of those that `before` has, with the names of their tensors and values
+    that differ: none if a file has none, as a log, and its own name if it is missing."""
+    found: dict[str, set[str]] = {}
+    for file, path in before.items():
+        if file not in after:
+            found[file] = {file} if _names(path, path) is not None else set()
+        elif not filecmp.cmp(path, after[file], shallow=False) and (names := _names(path, after[file])) != set():
+            found[file] = names or set()
+    return found
 
 
 def _names(one: str, other: str) -> set[str] | None:
@@ -85,13 +73,13 @@ def compare_files(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
 
     for step in shared(reference, run, run.resumed_at or 0):
         before, after = seen[reference.name].beside(step), seen[run.name].beside(step)
-        repeated = differing(before, seen["A2"].beside(step)) if "A2" in seen else ()
-        noise, found = {one.file: {*one.names} for one in repeated}, [*differing(before, after)]
-        judged = [one for one in found if {*one.names} - noise.get(one.file, set())]
+        noise = differing(before, seen["A2"].beside(step)) if "A2" in seen else {}
+        found = differing(before, after)
+        judged = [file for file, names in found.items() if names - noise.get(file, set())]
         reasons = {
-            one.file: "run A2 does not repeat it" if one.names else "it has neither tensors nor values"
-            for one in found
-            if one not in judged
+            file: "run A2 does not repeat it" if names else "it has neither tensors nor values"
+            for file, names in found.items()
+            if file not in judged
         }
         if before:
             message = f"not judged: {some([*reasons])}" if reasons else ""
@@ -104,8 +92,9 @@ def compare_files(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
         more = [name for name in sorted(new) if _names(after[name], after[name]) is not None]
         for file, reason in (reasons | dict.fromkeys(more, f"run {reference.name} did not write it")).items():
             report.leave_out(file, reason)
-        for one in judged:
-            message = f"`{one.file}` of step {step} {one.how}"
-            report.findings.append(RunDifference("file differs", message, run.name, name=one.file, step=step))
+        for file in judged:
+            how = f"differs: {some(sorted(found[file]))}" if file in after else "is missing"
+            message = f"`{file}` of step {step} {how}"
+            report.findings.append(RunDifference("file differs", message, run.name, name=file, step=step))
         if judged:
             return

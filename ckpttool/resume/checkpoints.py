@@ -18,7 +18,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 from ckpttool.analysis.audit.counters import step_counters
@@ -52,12 +52,11 @@ class Checkpoints:
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
         self._views: dict[str, str] = {}  # by snapshot: the directory as it was
-        self._found: dict[int, tuple[str, str]] = {}  # complete ones: as which view of the directory has them first
+        self.kept: dict[int, tuple[str, str]] = {}  # complete ones by step: the snapshot that has them, and their paths
         self._complete: set[tuple[str, Fingerprint]] = set()
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._steps: dict[Fingerprint, int | None] = {}
         self._ended = False
-        self.overwritten: set[str] = set()  # files that another writer than Python wrote over
 
     @property
     def pattern(self) -> str | None:
@@ -89,7 +88,7 @@ class Checkpoints:
         for snapshot in keep.snapshots(self.kept_in):
             if snapshot not in self._views:
                 self._views[snapshot] = self._view(snapshot)
-        kept = {step: path for step, (_, path) in self._found.items()}
+        kept = {step: path for step, (_, path) in self.kept.items()}
         return dict(sorted({**self._in(self.out), **kept}.items()))
 
     def _infer(self, written: patterns.WrittenFiles) -> None:
@@ -97,7 +96,7 @@ class Checkpoints:
         pattern = patterns.infer(written.versions, self._step_of, _is_whole)
         if pattern != self.pattern:
             self.pattern = pattern
-            self._found.clear()
+            self.kept.clear()
             for view in self._views.values():
                 shutil.rmtree(view, ignore_errors=True)
             self._views.clear()
@@ -111,13 +110,12 @@ class Checkpoints:
         view = os.path.join(self.kept_in, "views", os.path.basename(snapshot).removesuffix(".json"))
         try:
             keep.restore(snapshot, view, is_read_only=True)
-        except ValueError as error:
-            self.overwritten.add(str(error))
+        except ValueError:  # another writer than Python wrote over a file
             return view
         found, is_needed = self._in(view), False
         for step, path in found.items():
             if self._is_better(step, path, snapshot, step == max(found)) and self.why_not(path) is None:
-                self._found[step], is_needed = (snapshot, path), True
+                self.kept[step], is_needed = (snapshot, path), True
         if not is_needed:
             shutil.rmtree(view)
         return view
@@ -128,23 +126,18 @@ class Checkpoints:
         It is if more of it was written since, and none of it is being removed. Otherwise the first snapshot is the best
         at which a step began, and if there is none the last before the next save: what points to it is written by then.
         """
-        if step not in self._found:
+        if step not in self.kept:
             return True
-        earlier, was = self._found[step]
+        earlier, was = self.kept[step]
         now, before = fingerprint(path), fingerprint(was)
         if now != before:
             return {one[0] for one in now} >= {one[0] for one in before}
         return keep.step(earlier) is None and (is_newest or keep.step(snapshot) is not None)
 
-    @property
-    def kept(self) -> Mapping[int, tuple[str, str]]:
-        """The steps whose checkpoints are complete in the directory as it was, with the snapshot and their paths."""
-        return self._found
-
     def began(self) -> dict[int, int | None]:
         """Return the optimizer step that began after each checkpoint was saved, as the run counts them."""
         return {
-            step: keep.step(self._found[step][0]) if step in self._found else None
+            step: keep.step(self.kept[step][0]) if step in self.kept else None
             for step, path in self.find().items()
             if self.why_not(path) is None
         }
@@ -169,10 +162,10 @@ class Checkpoints:
     def _root(self, step: int | None) -> str | None:
         """Return the output directory as it was when the checkpoint of a step was complete; of the last one of a run
         without a hook as it is, since whether it was looked at once more before the end is chance."""
-        if step is None or (step not in self._found and not self._ended):
+        if step is None or (step not in self.kept and not self._ended):
             return None
         is_last = self._ended and not self.is_kept_by_run() and step == max(self._in(self.out), default=None)
-        return self.out if is_last or step not in self._found else self._views[self._found[step][0]]
+        return self.out if is_last or step not in self.kept else self._views[self.kept[step][0]]
 
     def _beside_in(self, root: str | None) -> dict[str, tuple[str, tuple[int, int]]]:
         if root is None:
@@ -194,8 +187,8 @@ class Checkpoints:
 
         Return the path of the checkpoint, None if there is none, and how many later ones were left out.
         """
-        if step in self._found:
-            keep.restore(self._found[step][0], out)
+        if step in self.kept:
+            keep.restore(self.kept[step][0], out)
         else:
             shutil.copytree(self.out, out, symlinks=True, copy_function=keep.place, dirs_exist_ok=True)
         found = self._by_name(out) if self._beside else self._in(out)

@@ -8,7 +8,7 @@ judged still.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,13 +17,7 @@ from typing import Any
 
 from ckpttool.analysis.differences.results import Diff
 from ckpttool.analysis.result import ABSENT
-from ckpttool.analysis.saved_state import (
-    SavedState,
-    compare,
-    difference_names,
-    is_different,
-    names_by_kind,
-)
+from ckpttool.analysis.saved_state import SavedState, compare, difference_names, is_different, names_by_kind
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.catalogue.shown import shown, spelt
@@ -118,12 +112,6 @@ class Unrepeated:
     kinds: dict[str, int] = field(default_factory=dict)
     run: str = ""  # that was seen to repeat less, first
 
-    def add(self, state: SavedState, names: Iterable[str], step: int) -> None:
-        """Add names that differ at a step."""
-        for name in names:
-            for known, one in ((self.names, name), (self.kinds, state.kind_of(name))):
-                known[one] = min(step, known.get(one, step))
-
     def join(self, other: Unrepeated) -> None:
         """Add what another repetition did not repeat."""
         for known, more in ((self.names, other.names), (self.kinds, other.kinds)):
@@ -145,9 +133,10 @@ def unrepeated(one: ScriptRun, other: ScriptRun) -> Unrepeated:
     found = Unrepeated()
     for step, paths in shared(one, other).items():
         with SavedState(paths[0]) as before, SavedState(paths[1]) as after:
-            found.add(before, difference_names(compare(before, after)), step)
-    since = steps.unrepeated(of_losses(one.steps), of_losses(other.steps)).get(LOSS)
-    found.kinds |= {LOSS: since} if since is not None else {}
+            names = difference_names(compare(before, after))
+            found.join(Unrepeated(dict.fromkeys(names, step), dict.fromkeys(map(before.kind_of, names), step)))
+    losses = steps.unrepeated(of_losses(one.steps), of_losses(other.steps))
+    found.join(Unrepeated(kinds={LOSS: losses[LOSS]} if LOSS in losses else {}))
     found.run = other.name if any(kind in JUDGED for kind in found.kinds) else ""
     return found
 
@@ -230,8 +219,7 @@ def compare_runs(
                 continue
             if may_miss and saved.step < max(numbers):
                 name = f"step {saved.step} of run {other.name}"
-                note = f"{name} was overwritten before it was kept, and is not compared"
-                report.notes += [note] if note not in report.notes else []
+                report.note(f"{name} was overwritten before it was kept, and is not compared")
             elif one is reference:
                 message = f"there is no checkpoint of step {saved.step} in run {run.name}"
                 report.findings.append(RunDifference("checkpoint missing", message, run.name, step=saved.step))

@@ -50,13 +50,15 @@ class Explanation:
             # The batch is another; where its loader is saved, its values say more.
             more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"][:1]
             if not more and any(one.kind == "data not restored" for one in found):
-                more = [f" ({', '.join(values)})"] if (values := self._of_the_script(None)) else []
+                more = (
+                    [f" ({', '.join(values)})"] if (values := [text for _, text in self._of_the_script(None)]) else []
+                )
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
             of_data = ("the data", "the batch")
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
-            of_script = self._of_the_script(names)
+            of_script = [text for _, text in self._of_the_script(names)]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
 
@@ -74,7 +76,7 @@ class Explanation:
                 names = [
                     one for one in saved.every if _digest(saved.every[one]) in lost and _text(saved, one) not in others
                 ]
-        return [*dict.fromkeys([*names, *(name for own, _ in self._lost_of_the_script(None) for name in own)])]
+        return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -166,10 +168,7 @@ class Explanation:
         with SavedState(self._saved) as saved:
             return {name.partition(".")[2]: value for name, value in saved.objects.items()}
 
-    def _of_the_script(self, names: Collection[str] | None) -> list[str]:
-        return [message for _, message in self._lost_of_the_script(names)]
-
-    def _lost_of_the_script(self, names: Collection[str] | None) -> list[tuple[list[str], str]]:
+    def _of_the_script(self, names: Collection[str] | None) -> list[tuple[list[str], str]]:
         """Return which tensors and values of the checkpoint, and of the files beside it, the script of A had when the
         first step after the resume began, and that of B had not; of values of the checkpoint those that differ later,
         `names`, or if that is None all which are variables of the same name."""

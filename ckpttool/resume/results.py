@@ -226,6 +226,10 @@ class Outcome(Result):
     seconds: float = 0.0  #: duration
     folder: str | None = None  #: folder of `--keep`
 
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        self.notes += [text] if text not in self.notes else []
+
     @property
     def exit_code(self) -> int:
         """0 if training resumes exactly, 3 if training does not repeat itself, 9 if a difference is neither judged nor

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -316,14 +315,13 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
 def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
     """Compare the optimizer steps that the hook observed in a run that resumed with those of its reference."""
     hooked, first = starts.hooked, starts.taken(run.resumed_at or 0)
-    a, a2 = (of_hook(hooked[name], 0, sys.maxsize) for name in ("A", "A2" if "A2" in hooked else "A"))
-    b = of_hook(hooked[run.name], first, sys.maxsize)
-    before = a if reference.name == "A" else of_hook(hooked[reference.name], first, sys.maxsize)
+    a, a2 = (of_hook(hooked[name], 0) for name in ("A", "A2" if "A2" in hooked else "A"))
+    b = of_hook(hooked[run.name], first)
+    before = a if reference.name == "A" else of_hook(hooked[reference.name], first)
     if unrepeated(before, b) and reference.name == "A":
-        b = of_hook(hooked[run.name], starts.taken(run.resumed_at or 0, counted=True), sys.maxsize)
+        b = of_hook(hooked[run.name], starts.taken(run.resumed_at or 0, counted=True))
     if not b and starts.observe and hooked[run.name].started:
-        note = "no step was observed: the command takes no step of an optimizer of torch"
-        starts.report.notes += [note] if note not in starts.report.notes else []
+        starts.report.note("no step was observed: the command takes no step of an optimizer of torch")
     one, other = (drawn(steps, before) for steps in (before, without_begun(before, b)))
     # An RNG state from which nothing is drawn until the end makes no difference.
     titles = TITLES if starts.observe else [title for title in TITLES if title != RNG]

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,8 +179,7 @@ class Starts:
                 hint="a later `--at`, a command that saves less often, or `--stop max-steps=FLAG`",
             )
         if later and self.report.stop in SIGNALS:
-            note = f"run {name} had saved {plural(later, 'later step')} when it was stopped; put aside"
-            self.report.notes += [note] if note not in self.report.notes else []
+            self.report.note(f"run {name} had saved {plural(later, 'later step')} when it was stopped; put aside")
         return path
 
     def resume(self, run: ScriptRun, checkpoint: str, world: int | None = None) -> None:
@@ -403,8 +401,8 @@ class Starts:
             report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.inject or self.observe else []
         if hooked.processes and not hooked.count and not any(_NO_STEP in note for note in report.notes):
             report.notes.append(f"run {run.name}: {_NO_STEP}")
-        failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
-        report.notes += [one for one in failed if one not in report.notes]
+        for one in hooked.failures:
+            report.note(f"run {run.name}: the hook could not do everything: {one}")
         run.checkpoints = [
             Saved(step, path, nbytes(path))
             for step, path in found.find().items()
@@ -414,9 +412,9 @@ class Starts:
         began = self.seen["A"].began().items()
         # Where the steps that A saves are those of its optimizers, and not, say, epochs.
         if not losses and all(number is None or number == step + 1 for step, number in began):
-            seen = of_hook(hooked, run.resumed_at or 0, until or sys.maxsize)
-            first = {step: next(iter(sorted(one[LOSS].items())), None) for step, one in seen.items()}
-            losses = {step: one[1] for step, one in first.items() if one is not None and one[1] is not None}
+            seen = {step: one[LOSS] for step, one in of_hook(hooked, run.resumed_at or 0).items()}
+            first = {step: own[min(own)] for step, own in seen.items() if own}
+            losses = {step: loss for step, loss in first.items() if loss is not None}
         run.steps = [Loss(step, loss) for step, loss in sorted(losses.items()) if step <= (until or step)]
 
     # Cost -------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def of_losses(losses: Iterable[Loss | Step]) -> Steps:
     return {one.number: {LOSS: {None: one.loss}} for one in losses}
 
 
-def of_hook(hooked: Hooked, offset: int, until: int) -> Steps:
+def of_hook(hooked: Hooked, offset: int) -> Steps:
     """Return the steps that were observed in a command; `offset` is the step at which it began.
 
     A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
@@ -61,9 +61,8 @@ def of_hook(hooked: Hooked, offset: int, until: int) -> Steps:
             numbers[one.optimizer] += 1
             # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
             seen = (one.batch or one.fetched, one.loss, one.gradient_norm, one.lr, one.parameters, one.rng)
-            if numbers[one.optimizer] <= until:
-                for title, value in zip(TITLES, seen, strict=True):
-                    found[numbers[one.optimizer]][title][rank, one.optimizer] = value
+            for title, value in zip(TITLES, seen, strict=True):
+                found[numbers[one.optimizer]][title][rank, one.optimizer] = value
     return found
 
 

@@ -27,10 +27,10 @@ def test_a_batch_that_is_fetched_ahead_is_no_difference() -> None:
         (ahead, {}),
         (dataclasses.replace(ONE, batch="ee"), {"next batch": 5, **dict.fromkeys(FOLLOWS, 5)}),
     ):
-        runs = [of_hook(Hooked(steps={0: [one]}), 4, 8) for one in (ONE, change)]
+        runs = [of_hook(Hooked(steps={0: [one]}), 4) for one in (ONE, change)]
         assert unrepeated(*runs) == found
     # Where no module was called, what was fetched counts.
-    runs = [of_hook(Hooked(steps={0: [dataclasses.replace(one, batch=None)]}), 4, 8) for one in (ONE, ahead)]
+    runs = [of_hook(Hooked(steps={0: [dataclasses.replace(one, batch=None)]}), 4) for one in (ONE, ahead)]
     assert unrepeated(*runs) == {"next batch": 5, **dict.fromkeys(FOLLOWS, 5)}
 
 
@@ -39,7 +39,7 @@ def test_a_generator_that_draws_nothing_needs_not_be_restored(state: str, equal:
     first = dataclasses.replace(ONE, rng={"torch": "bb", "python": "gg"})
     second = dataclasses.replace(first, step=2, rng={"torch": state, "python": "gg"})
     resumed = dataclasses.replace(first, rng={"torch": "other", "python": "another"})
-    a, b = of_hook(Hooked(steps={0: [first, second]}), 0, 2), of_hook(Hooked(steps={0: [resumed]}), 1, 2)
+    a, b = of_hook(Hooked(steps={0: [first, second]}), 0), of_hook(Hooked(steps={0: [resumed]}), 1)
     found = compared(a, b)
     assert not found if equal else found[0].kind == "RNG state differs", found
 
@@ -47,6 +47,6 @@ def test_a_generator_that_draws_nothing_needs_not_be_restored(state: str, equal:
 def test_a_batch_that_was_not_seen_is_no_difference() -> None:
     # A script without modules and data loaders of torch.
     first = dataclasses.replace(ONE, batch=None, fetched=[])
-    a, b = (of_hook(Hooked(steps={0: [one]}), 4, 8) for one in (first, dataclasses.replace(first, loss=3.5)))
+    a, b = (of_hook(Hooked(steps={0: [one]}), 4) for one in (first, dataclasses.replace(first, loss=3.5)))
     [found] = compared(a, b)
     assert (found.kind, found.step, found.rank) == ("loss differs", 5, 0)

@@ -85,7 +85,6 @@ class Hooked:
     started: bool = False  # in some process, whether or not it imports torch
     processes: int = 0  # that have imported torch
     count: int = 0  # steps that the optimizers of one process took, at most
-    trained: int = 0  # of these, the steps of one optimizer that trained something, at most
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
     states: dict[int, RunState] = field(default_factory=dict)  # where a step begins
     events: list[tuple[str, int]] = field(default_factory=list)  # what else happened, and after how many steps
@@ -132,6 +131,6 @@ def read(folder: str) -> Hooked:
         # A launcher that starts its workers again leaves a file of each attempt: the last counts.
         if steps := [Observed(**one["step"]) for one in found if "step" in one]:
             hooked.steps[steps[0].rank] = steps
-    hooked.count, hooked.trained = max(map(len, _letters(folder)), default=0), taken(folder)
+    hooked.count = max(map(len, _letters(folder)), default=0)
     hooked.states = states.read(folder)
     return hooked
