@@ -73,9 +73,7 @@ class Explanation:
         if lost := lost - _digests(after):
             others = {*map(digested, after.of_script("loose"))}
             with SavedState(self._saved) as saved:
-                names = [
-                    one for one in saved.every if _digest(saved.every[one]) in lost and _text(saved, one) not in others
-                ]
+                names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
         return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
 
     def unseen_step(self) -> int | None:
@@ -160,7 +158,7 @@ class Explanation:
     def _digests(self) -> set[str]:
         """The digests of its tensors, as the hook takes them of whole ones."""
         with SavedState(self._saved) as saved:
-            return {_digest(one) for one in saved.every.values()}
+            return {digest for one in saved.every.values() for digest in _of(one)}
 
     @cached_property
     def _objects(self) -> dict[str, Any]:
@@ -212,7 +210,7 @@ def _values(path: str, lost: Mapping[str, str], after: RunState) -> dict[str, An
         for name, tensor in saved.every.items():
             if f"{tensor.dtype}{[*tensor.shape]}".removesuffix("]") in kinds:
                 text = _text(saved, name)
-                if text in lost and there.isdisjoint((_digest(tensor), states.sha(tensor.bits))):
+                if text in lost and there.isdisjoint({*_of(tensor), states.sha(tensor.bits)}):
                     values[name] = text
         return values | {name: value for name, value in saved.objects.items() if name not in saved.every}
 
@@ -263,5 +261,6 @@ def _text(saved: SavedState, name: str) -> Any:
     return saved.objects[name] if name in saved.objects else digested(saved.spelt(name))
 
 
-def _digest(tensor: SavedTensor) -> str:
-    return states.digest(tensor.dtype, tensor.shape, tensor.bits)
+def _of(tensor: SavedTensor) -> set[str]:
+    """Return the digests of a tensor of a checkpoint."""
+    return states.digests(tensor.dtype, tensor.shape, tensor.bits)

@@ -18,6 +18,8 @@ from ckpttool.analysis.saved_state import in_order
 from ckpttool.catalogue.entries import KINDS
 from ckpttool.catalogue.identity import same
 from ckpttool.layout.rename import strip_wrappers
+from ckpttool.resume.observe.site.state import CHUNK, ONES, SMALL
+from ckpttool.transfer.numbers import Array
 
 _DIGITS = 16  # of a digest
 Record = dict[str, Any]
@@ -146,11 +148,30 @@ def same_batch(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def digest(dtype: str, shape: Sequence[int], elements: Any) -> str:
-    """Return the digest of a tensor as the hook takes it on the CPU, see `observe/site/state.py`."""
-    whole = hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode())
-    whole.update(elements)
-    return whole.hexdigest()[:_DIGITS]
+def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
+    """Return the digests of a tensor as the hook takes them, see `observe/site/state.py`: that of the CPU and, of a
+    large one, that of other devices."""
+    import numpy as np
+
+    data = elements.reshape(-1).view(np.uint8)
+    both = [hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode()) for _ in range(1 + (data.nbytes > SMALL))]
+    for low in range(0, data.nbytes, CHUNK):
+        chunk = data[low : low + CHUNK]
+        both[0].update(chunk.data)
+        for digest in both[1:]:
+            digest.update(_mixed(chunk))
+    return {digest.hexdigest()[:_DIGITS] for digest in both}
+
+
+def _mixed(data: Array) -> bytes:
+    """Return the sum of all words, each mixed with its place, as the hook takes it on a device."""
+    import numpy as np
+
+    words = np.pad(data, (0, -data.nbytes % 8)).view(np.int64)
+    mixed = words ^ (np.arange(1, words.size + 1) * ONES[0])
+    for factor in ONES[1:]:
+        mixed = (mixed ^ (mixed >> 31)) * factor
+    return int((mixed ^ (mixed >> 29)).sum()).to_bytes(8, "little", signed=True)
 
 
 def sha(elements: Any) -> str:

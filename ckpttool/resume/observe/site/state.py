@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 _DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 _MT19937 = 5056  # bytes of the state of torch's generator of the CPU
-_CHUNK = 1 << 24  # bytes that are digested at once
-_SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
+CHUNK = 1 << 24  # bytes that are digested at once
+SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
 _FEW = 1 << 12  # elements, one of which is not zero in most tensors
 _LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
 _SHOWN = 16  # elements of a tensor that is spelt in full
-_ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
@@ -386,15 +386,15 @@ def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
 def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     own = _there(tensor)
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-    flat, count = own.contiguous().reshape(-1), _CHUNK // own.element_size()
-    if flat.numel() * flat.element_size() <= _SMALL:
+    flat, count = own.contiguous().reshape(-1), CHUNK // own.element_size()
+    if flat.numel() * flat.element_size() <= SMALL:
         flat = flat.cpu()
     whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(own.shape)}".encode())
     is_zero = True
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype)
-        if chunk.device.type == "cpu":
+        if _is_on_cpu(chunk):
             whole.update(elements(chunk))
             is_zero = is_zero and dtype is None and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
         else:
@@ -414,14 +414,18 @@ def _there(tensor: Any) -> Any:
     return own
 
 
+def _is_on_cpu(tensor: Any) -> bool:
+    return bool(tensor.device.type == "cpu")
+
+
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
     """Return the sum of all words, each mixed with its place, and whether any is not zero: on a device, in integers,
     which come out the same in any order. There SHA-256 would take the tensor to the CPU."""
     if chunk.numel() % 8:
         chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
     words = chunk.clone().view(torch.int64) if chunk.storage_offset() % 8 else chunk.view(torch.int64)
-    mixed = words ^ torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64).mul_(_ONES[0])
-    for factor in _ONES[1:]:
+    mixed = words ^ torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64).mul_(ONES[0])
+    for factor in ONES[1:]:
         mixed = (mixed ^ (mixed >> 31)).mul_(factor)
     return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
 
