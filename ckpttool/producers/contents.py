@@ -98,10 +98,14 @@ def is_of_safetensors(directory: Directory) -> bool:
     model is made of, by the names."""
     known = rf"{_OF_SAFETENSORS}|{REPOSITORY.pattern}|{re.escape(NAME)}"
     rest = [n for n in directory.names if not re.fullmatch(known, n) and not _ASSET.fullmatch(n)]
-    if "sharded/" in directory:
-        rest += [n for n in directory.folder("sharded").names if not re.fullmatch(_PIECES, n)]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
+    rest += ["sharded/"] if "sharded/" in directory and not is_of_pieces(directory.folder("sharded")) else []
     return not rest and (number == 1 or directory.has(r".*\.safetensors\.index\.json|ckpttool\.json"))
+
+
+def is_of_pieces(directory: Directory) -> bool:
+    """Return whether a directory has the pieces that torch's writer joins to the files beside it, and nothing else."""
+    return all(re.fullmatch(_PIECES, name) for name in directory.names)
 
 
 def _below(

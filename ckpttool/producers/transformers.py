@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.formats import documents
-from ckpttool.producers import accelerate
+from ckpttool.producers import accelerate, contents
 from ckpttool.producers.components import (
     TEXTS,
     Component,
@@ -64,8 +64,10 @@ def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
     if directory.has(r"rng_state(_0)?\.pth"):
         layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
     if directory.has(r".*\.safetensors"):
-        # The reader of the format joins the files of a model, those of torch.save beside them are left out.
+        # The reader of the format joins the files of a model, and compares them with their pieces.
         layout.unknown = sorted([*layout.unknown, *(name for c in layout.components for name in c.files)])
+        if "sharded/" in layout.unknown and contents.is_of_pieces(directory.folder("sharded")):
+            layout.unknown.remove("sharded/")
         layout.components = [Component("")]
     require_indexed_files(directory, layout)
 

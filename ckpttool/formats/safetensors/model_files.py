@@ -233,7 +233,8 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
         raise ReadError(text, hint="move the files of one of them into a directory of their own", file=root)
     catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
-    if unused := [n for n in model_files if n not in used]:
+    unused = [n for n in model_files if n not in used]
+    if unused and "partial" not in catalogue.facts:  # what an index names beyond the tensors that were asked for
         catalogue.facts["unused"] = unused
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
         catalogue.warnings.append(Warning("unlisted-file", f"ignored, not safetensors: {some(others)}"))
