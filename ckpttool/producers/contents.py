@@ -20,9 +20,11 @@ from dataclasses import replace
 from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect, is_of_no_state
+from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
 from ckpttool.producers.directory import Directory
@@ -86,8 +88,9 @@ def layout(
             for name in component.files:
                 remaining.pop(name, None)
     for name in remaining:
-        # What is left over beside an index is of another save, which the reader of the index says.
-        if not _is_beside_index(name, result):
+        if (warning := _left_over(directory, name, result)) is not None:
+            result.warnings.append(warning)
+        else:
             _add_file(directory, name, result, beside=beside)
     _give_roots(result, step, beside=beside)
     return result
@@ -176,6 +179,19 @@ def _is_beside_index(name: str, layout: Layout) -> bool:
     match = _SHARD.fullmatch(name)
     stem = re.escape(match["stem"]) if match is not None else "(?!)"
     return any(re.fullmatch(rf"{stem}\.[a-z]+\.index\.json", component.name) for component in layout.components)
+
+
+def _left_over(directory: Directory, name: str, layout: Layout) -> Warning | None:
+    """Return a warning for a file that is of another save than the index beside it; None for any other file."""
+    folder = name.rpartition("/")[0]
+    for index in (
+        c.name for c in layout.components if _INDEX.fullmatch(c.name) and c.name.rpartition("/")[0] == folder
+    ):
+        inner = directory.folder(folder) if folder else directory
+        model = {(tensor,) for tensor in inner.facts(index.rpartition("/")[2]).get("weight_map", ())}
+        if (warning := left_over(directory.at(name), name, index, model)) is not None:
+            return warning
+    return None
 
 
 def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:

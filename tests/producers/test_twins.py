@@ -159,3 +159,20 @@ def test_a_file_beside_a_training_state_is_read(tmp_path: Path) -> None:
     save_file({"w": torch.full((4,), 2.0)}, tmp_path / "ckpt" / "best.safetensors")
     found = converted(tmp_path / "ckpt", tmp_path / "out.pt")
     assert found.keys() == before.keys() | {"best.w"} and torch.equal(found["best.w"], torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize("config", [False, True])
+@pytest.mark.parametrize("more", [False, True])
+def test_a_shard_of_another_save_is_named(config: bool, more: bool, tmp_path: Path) -> None:
+    """What an index does not name, but has the tensors of, is left over; it was passed over in silence beside more."""
+    state = saved(tmp_path / "ckpt", indexed=True, config=config)
+    save_file({"lm_head.weight": torch.zeros(8, 4)}, tmp_path / "ckpt" / "model-00003-of-00003.safetensors")
+    if more:
+        save_file(state, tmp_path / "ckpt" / "ema.safetensors")
+    assert (
+        "`model-00003-of-00003.safetensors` is of another save: `model.safetensors.index.json` does not name it"
+    ) in (str(warning).partition(", but")[0] for warning in ckpttool.inspect(tmp_path / "ckpt").warnings)
+    assert len(converted(tmp_path / "ckpt", tmp_path / "out.pt")) == 2 * (1 + more)
+    save_file({"head": torch.zeros(8, 4)}, tmp_path / "ckpt" / "model-00003-of-00003.safetensors")
+    catalogue = ckpttool.inspect(tmp_path / "ckpt")
+    assert any("head" in path for path in catalogue.entries) or "model-00003-of-00003" in str(catalogue.faults)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import product
@@ -234,6 +234,10 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
     unused = [n for n in model_files if n not in used]
+    for index_name in indexes if "partial" not in catalogue.facts else ():
+        left = {name: left_over(root / name, name, index_name, catalogue.entries) for name in unused}
+        catalogue.warnings += filter(None, left.values())
+        unused = [name for name in unused if left[name] is None]
     if unused and "partial" not in catalogue.facts:  # what an index names beyond the tensors that were asked for
         catalogue.facts["unused"] = unused
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
@@ -241,6 +245,20 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     if rank_files(sharded):
         catalogue.warnings.append(_joined(sharded, catalogue))
     return catalogue
+
+
+def left_over(location: Location, name: str, index_name: str, model: Container[Path]) -> Warning | None:
+    """Return a warning for a file that is called as those of an index, which does not name it, if all of its tensors
+    are in the model: it is of another save. None for any other file."""
+    match = _NUMBERED.fullmatch(name.rpartition("/")[2])
+    if match is None or index_name.rpartition("/")[2] != f"{match[1]}{index.SUFFIX}":
+        return None
+    with suppress(CorruptError, ReadError):
+        header = safetensors_header.read_header(location.read, 0, location.size(), name=f"`{location}`")
+        if all((tensor,) in model for tensor in header.tensors):
+            text = f"`{name}` is of another save: `{index_name}` does not name it, but other files with its tensors"
+            return Warning("superseded-file", text, file=name)
+    return None
 
 
 def _joined(sharded: Location, catalogue: Catalogue) -> Warning:
