@@ -24,6 +24,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect, is_of_no_state
+from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
@@ -219,18 +220,19 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
         is_named = _RANK.search(f"{before}0") is not None
         if not is_named and sorted(of_rank) != [*range(max(2, len(of_rank)))]:
             continue
+        # Else only shards say that a number is a rank, and not that of a model or an optimizer.
+        is_of_rank = is_named or parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
+        if not (is_of_rank or all(mentions_shards(directory.at(name)) for name, _ in of_rank.values())):
+            continue
         present = tuple(of_rank[rank][0] for rank in sorted(of_rank))
         check_ranks(layout, present, [*of_rank], next((world for _, world in of_rank.values() if world), None))
         yield Component(f"{before}*{after}", files=present, kind="rank files", by_name=True)
 
 
 def _rank_in(name: str) -> re.Match[str] | None:
-    """Return where a name has a rank: behind a word for it, or as the number of what each rank has of its own."""
-    if (match := [*_RANK.finditer(name)][-1:]) != []:
-        return match[0]
-    numbered = _NUMBER.search(name)
-    stem = name[: numbered.start()].rpartition("/")[2] if numbered is not None else ""
-    return numbered if parts.kind_of_key(stem) in parts.PER_RANK else None
+    """Return where a name has what may be a rank: behind a word for it, or as the number at its end."""
+    named = [*_RANK.finditer(name)]
+    return named[-1] if named else _NUMBER.search(name)
 
 
 # Single files ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ TORCH_CHECKPOINTING = Producer(
     (
         Pattern(r"(checkpoint|other)_(?P<rank>\d+)\.pt", kind="rank files"),
         Pattern(r"(?P<item>\w+?)_(?P<rank>\d+)\.pt", "{item}", "rank files"),
-        Pattern(r"metadata\.pkl", kind="ignored"),
+        Pattern(r"metadata\.pkl", kind="asset"),
     ),
 )
 PYTORCH_EXAMPLE = Producer(

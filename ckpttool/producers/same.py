@@ -7,6 +7,7 @@ classes, is a copy of the one that is there, with the elements of the state (`te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
+from ckpttool.formats import deepspeed, rankfiles
 from ckpttool.producers import reader
 from ckpttool.producers.components import Component, Layout, Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
@@ -38,8 +40,11 @@ def layout(like: Catalogue, name: str) -> WritableLayout | Format:
     is_whole = all(one.format == "asset" for one in mounted)
     if is_whole and like.format == "safetensors" and like.location is not None and like.location.is_dir():
         mounted = [*_of_safetensors(like, like.location), *mounted]
+    for one in mounted:
+        _check_written(one, like, name)
     if all(one.format == "asset" for one in mounted):
         row = next(row for row in formats.FORMATS if row.name == like.format)
+        _check_written(Mounted(Component(""), "", like.format), like, name)
         if is_copied(like):
             return _like_file(row, like, like.files[0].name)
         if name == SAME:
@@ -56,6 +61,36 @@ def layout(like: Catalogue, name: str) -> WritableLayout | Format:
         return reader.open_layout(Layout(written), directory, options)
 
     return replace(LAYOUT, build=build, open=opened)
+
+
+def _check_written(one: Mounted, like: Catalogue, name: str) -> None:
+    """Raise UsageError for files that no format writes as they are: those of DeepSpeed, sets of several parts, and flat
+    parameters."""
+    row = next((row for row in formats.FORMATS if row.name == one.format), None)
+    text = f"`--producer {name}`: it does not write `{one.component.name or one.format}`"
+    if row is deepspeed.FORMAT:
+        hint = "`--producer deepspeed:zero2`, or another stage, writes what DeepSpeed loads, on `--to-world` ranks"
+        raise UsageError(f"{text}, a directory of DeepSpeed", hint=hint)
+    producer = like.facts.get("producer")
+    if one.component.glob:
+        raise UsageError(
+            f"{text}, files of {producer}", hint=f"`--producer {producer}`, or `--to dcp`, keeps everything"
+        )
+    if row is rankfiles.FORMAT and one.files and any(map(_is_flat, _below(like, one.root))):
+        hint = "`--producer accelerate:sharded`, or `--to dcp`, keeps everything"
+        raise UsageError(f"{text}, flat parameters of FSDP1 (LOCAL_STATE_DICT)", hint=hint)
+
+
+def _below(catalogue: Catalogue, root: Path) -> Iterator[Tensor]:
+    return (tensor for tensor in catalogue.tensors if tensor.path[: len(root)] == root)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Return whether a rank has a tensor in several boxes, or one that is no block of rows."""
+    ranks = [*tensor.chunks.file]
+    return len({*ranks}) < len(ranks) or (
+        len(tensor.shape) > 1 and any(s[1:] != tensor.shape[1:] for s in tensor.chunks.sizes)
+    )
 
 
 def _of_safetensors(like: Catalogue, folder: Location) -> list[Mounted]:

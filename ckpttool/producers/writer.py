@@ -155,6 +155,8 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
     contents.entries = {**{value.path: value for value in values}, **contents.entries}
     if not component.format.chunked:
         contents = rechunk.whole(contents)
+    elif component.format.even and component.world is not None:
+        contents = rechunk.over_world(contents, component.world, everywhere=True)
     if component.format.name == "safetensors" and component.name:
         # One file of tensors, whatever they are of.
         part = Part("model", component.key)

@@ -70,3 +70,28 @@ def test_a_file_more_is_read_or_named(sample: Path, tmp_path: Path) -> None:
                 after = {(str(path[-1]), getattr(entry, "shape", None)) for path, entry in catalogue.entries.items()}
                 assert not own - after, f"{folder.relative_to(top)}: {name}"
             (folder / name).unlink()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.relative_to(CHECKPOINTS).as_posix())
+def test_the_same_layout_has_all_of_it(sample: Path, tmp_path: Path) -> None:
+    """With a file more; what cannot be written so is refused, and says what writes it: it was a bug's message for
+    DeepSpeed, verl and flat parameters, and files of ranks were read twice without `metadata.pkl`."""
+    top = Path(shutil.copytree(sample, tmp_path / sample.name, symlinks=True))
+    try:
+        rows = ckpttool.inspect(top).facts.get("run", ())
+    except CkptError:
+        pytest.skip("no checkpoint, but several")
+    folder = next((Path(row["path"]) for row in rows if row["taken"]), top)
+    if not folder.is_dir():
+        pytest.skip("a run of files")
+    FILES["zz_file.pt"](folder / "zz_file.pt")
+    try:
+        ckpttool.convert(folder, tmp_path / "out", producer="same")
+    except CkptError as error:
+        assert error.hint is not None
+        return
+    assert torch.equal(torch.load(tmp_path / "out" / "zz_file.pt")["zz_tensor"], STATE["zz_tensor"])
+    if sample.parent.name != "sharded_w2":  # pieces are joined to a file, which gets a key beside another one
+        found = ckpttool.diff(folder, tmp_path / "out")
+        assert found.same, str(found)
