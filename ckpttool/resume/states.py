@@ -18,7 +18,6 @@ from ckpttool.analysis.saved_state import in_order
 from ckpttool.catalogue.entries import KINDS
 from ckpttool.catalogue.identity import same
 from ckpttool.layout.rename import strip_wrappers
-from ckpttool.resume.observe.site.state import CHUNK, ONES, SMALL
 from ckpttool.transfer.numbers import Array
 
 _DIGITS = 16  # of a digest
@@ -153,6 +152,8 @@ def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
     large one, that of other devices."""
     import numpy as np
 
+    from ckpttool.resume.observe.site.state import CHUNK, SMALL  # whose package imports this module
+
     data = elements.reshape(-1).view(np.uint8)
     both = [hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode()) for _ in range(1 + (data.nbytes > SMALL))]
     for low in range(0, data.nbytes, CHUNK):
@@ -166,6 +167,8 @@ def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
 def _mixed(data: Array) -> bytes:
     """Return the sum of all words, each mixed with its place, as the hook takes it on a device."""
     import numpy as np
+
+    from ckpttool.resume.observe.site.state import ONES
 
     words = np.pad(data, (0, -data.nbytes % 8)).view(np.int64)
     mixed = words ^ (np.arange(1, words.size + 1) * ONES[0])

@@ -190,7 +190,6 @@ def test_the_digest_of_a_checkpoint_is_that_of_the_hook(on_cpu: bool, monkeypatc
     """Of large tensors the hook takes another one on a device: none of them was known again."""
     monkeypatch.setattr(state, "_is_on_cpu", lambda tensor: on_cpu or tensor.nbytes <= state.SMALL)
     monkeypatch.setattr(state, "CHUNK", 1 << 18)
-    monkeypatch.setattr(states, "CHUNK", 1 << 18)
     small = (torch.arange(12.0).view(3, 4), torch.tensor(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0))
     large = (torch.randn(300, 301), torch.randn(40_001).half(), torch.arange(70_001, dtype=torch.uint8))
     for tensor in (*small, *large):

@@ -257,7 +257,7 @@ def left_over(location: Location, name: str, index_name: str, model: Container[P
         header = safetensors_header.read_header(location.read, 0, location.size(), name=f"`{location}`")
         if all((tensor,) in model for tensor in header.tensors):
             text = f"`{name}` is of another save: `{index_name}` does not name it, but other files with its tensors"
-            return Warning("superseded-file", text, file=name)
+            return Warning("stale-file", text, file=name)
     return None
 
 
