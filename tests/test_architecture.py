@@ -116,6 +116,24 @@ def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
+TOP_LEVEL = {
+    *(
+        "ckpttool",
+        "docs",
+        "samples",
+        "tests",
+        ".ci",
+        ".github",
+        ".gitattributes",
+        ".gitignore",
+        "Makefile",
+        "Dockerfile",
+    ),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "pyproject.toml", "constraints.txt"),
+    *("mkdocs.yml", ".pre-commit-config.yaml"),
+}
+
+
 def test_imports_go_down() -> None:
     for name, tree in modules().items():
         layer = layer_of(name)
@@ -130,6 +148,15 @@ def test_every_layer_is_there() -> None:
 
 def test_the_root_is_small() -> None:
     assert len([entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]) <= 21
+
+
+def test_the_top_level_is_what_every_project_has() -> None:
+    """Two files that an experiment had left were committed."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of Git")
+    names = {name.partition("/")[0] for name in listed.stdout.splitlines()}
+    assert names <= TOP_LEVEL, names - TOP_LEVEL
 
 
 def test_no_folder_is_too_large() -> None:
