@@ -251,6 +251,16 @@ def test_groups_of_one_class_need_not_be_alike(tmp_path: Path) -> None:
     assert {"betas", "amsgrad", "fused"} <= {*found.defaults}
 
 
+def test_an_optimizer_of_muon_and_adam_is_none_of_both(tmp_path: Path) -> None:
+    """As scripts join them: it was called Adam."""
+    adam = stepped(torch.optim.Adam, nn.Linear(5, 3)).state_dict()
+    muon = {"params": [2], "use_muon": True, "momentum": 0.95}
+    state = {**adam["state"], 2: {"momentum_buffer": torch.ones(3, 5)}}
+    optimizer = {"state": state, "param_groups": [*adam["param_groups"], muon]}
+    (found,) = headline(saved(tmp_path / "a.pt", optim=optimizer)).optimizers
+    assert str(found) == "optimizer state (exp_avg, exp_avg_sq, momentum_buffer) float32"
+
+
 def test_classes_before_torch_27_do_not_tell_adam_from_adamw(tmp_path: Path) -> None:
     state = stepped(torch.optim.AdamW, nn.Linear(5, 3)).state_dict()
     del state["param_groups"][0]["decoupled_weight_decay"]

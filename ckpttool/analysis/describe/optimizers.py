@@ -108,7 +108,10 @@ class OptimizerSummary:
 
     @property
     def _is_like_adam(self) -> bool:
-        return {state.kind for state in self.state} >= CLASSES["Adam"].kinds
+        kinds = {state.kind for state in self.state}
+        return (
+            kinds >= CLASSES["Adam"].kinds and not kinds & CLASSES["Muon"].kinds
+        )  # of which scripts make one optimizer
 
 
 def optimizers(
