@@ -21,7 +21,7 @@ def verify(
     """Read a whole checkpoint and report all damage.
 
     Compares every stored checksum, and the index with the files. The exit code is 4 for damage, 1 for NaN or a
-    difference, else 0.
+    difference, 3 if something could not be read, else 0.
 
     Examples:
         ckpttool verify step-1000

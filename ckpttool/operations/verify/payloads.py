@@ -129,8 +129,8 @@ class _Reading:
             file = self._catalogue.files[number]
             where, is_item = Where(file.name, base, nbytes), type(error) is ReadError and chunks.item
             # An item of a class that is not read is an archive all the same.
-            gravity = SUSPECT if is_item else DAMAGE
-            self.findings.append(Finding.of(error, "header", gravity, where, tensor.name))
+            kind, gravity = ("unread", SUSPECT) if is_item else ("header", DAMAGE)
+            self.findings.append(Finding.of(error, kind, gravity, where, tensor.name))
             for record, what in self._of_archive(number, file, base, nbytes, error.message, where) if is_item else ():
                 for piece in self._pieces_of(record, what):
                     self._read(piece)

@@ -12,7 +12,7 @@ from ckpttool.analysis.result import FileSize, Result
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import DAMAGE, DIFFERENCE, GRAVITIES, NAN, NOTE, SUSPECT, Finding, published
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import DIFFERS, DONE, CorruptError
+from ckpttool.errors import DIFFERS, DONE, CorruptError, ReadError
 from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, bold, known
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural, size, with_rate
@@ -118,10 +118,12 @@ class Report(Result):
 
     @property
     def exit_code(self) -> int:
-        """4 for damage, 1 for a difference or a NaN, else 0."""
+        """4 for damage, 1 for a difference or a NaN, 3 if something could not be read, else 0."""
         if not self.whole:
             return CorruptError.exit_code
-        return DIFFERS if self.counts[DIFFERENCE] or self.counts[NAN] else DONE
+        if self.counts[DIFFERENCE] or self.counts[NAN]:
+            return DIFFERS
+        return DONE if self.unread is None else ReadError.exit_code
 
 
 class Verification(NamedTuple):
