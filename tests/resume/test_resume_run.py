@@ -303,12 +303,11 @@ while step < steps:
     torch.save({{"model": {{"weight": weight}}, "step": step}}, f"{{out}}/step_{{step}}.pt")
     torch.save({{"weight": average}}, f"{{out}}/average_{{step}}.pt")
     json.dump({{"time": time.time(), "best": float(average.sum())}}, open(f"{{out}}/state.json", "w"))
+time.sleep(0.3 * (len(sys.argv) > 4))  # only what resumes is looked at once more from outside
 """
 
 
-# Within the whole suite, one run in two left files unjudged that are judged alone: why is not known yet.
-@pytest.mark.long
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("forgets", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_file_beside_the_checkpoint_is_judged_by_what_it_holds(forgets: bool, tmp_path: Path) -> None:
     script = tmp_path / "average.py"
     script.write_text(AVERAGE.format(forgets=forgets))

@@ -109,9 +109,8 @@ class OptimizerSummary:
     @property
     def _is_like_adam(self) -> bool:
         kinds = {state.kind for state in self.state}
-        return (
-            kinds >= CLASSES["Adam"].kinds and not kinds & CLASSES["Muon"].kinds
-        )  # of which scripts make one optimizer
+        # Scripts make one optimizer of Muon for the matrices and of Adam for the rest.
+        return kinds >= CLASSES["Adam"].kinds and not kinds & CLASSES["Muon"].kinds
 
 
 def optimizers(
