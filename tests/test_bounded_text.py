@@ -217,7 +217,6 @@ RECURSIVE = {
     "storage.local.open": "the function of Python of that name",
     "storage.hub.blocks.open": "the function of Python of that name",
     "producers.reader.open": FOLDERS,
-    "producers.open.open_at": FOLDERS,
     "producers.runs._below": FOLDERS,
     "operations.repair._remains": FOLDERS,
     "formats.rankfiles.discover._files_in": FOLDERS,

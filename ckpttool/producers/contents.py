@@ -287,17 +287,17 @@ def _is_text(head: bytes) -> bool:
 def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
     """Give each component its root: the folders and the stem of its name, the keys of which nothing else has."""
     holders = [c for c in layout.components if not _is_document(c)]
-    alone = holders[0] if len({_stem(c, step) for c in holders}) == 1 and not beside else None
+    alone = holders[0] if len({stem(c, step) for c in holders}) == 1 and not beside else None
     in_folder: dict[Path, set[Path]] = defaultdict(set)
     for component in layout.components:
-        *folders, stem = _stem(component, step) or ("",)
-        in_folder[tuple(folders)].add((*folders, stem))
+        *folders, last = stem(component, step) or ("",)
+        in_folder[tuple(folders)].add((*folders, last))
     taken: dict[Path, Component] = {}
     for i, component in enumerate(layout.components):
-        root = _stem(component, step)
+        root = stem(component, step)
         while len(root) > 1 and (len(in_folder[root[:-1]]) == 1 or root[-1] == root[-2]) and root[:-1] not in taken:
             root = root[:-1]
-        if alone is not None and _stem(component, step) == _stem(alone, step) and component in holders:
+        if alone is not None and stem(component, step) == stem(alone, step) and component in holders:
             root = ()
         other = taken.get(root)
         if other is not None and not (other.kind == component.kind == "shard"):
@@ -310,7 +310,7 @@ def _is_document(component: Component) -> bool:
     return component.name.endswith((".json", ".yaml", ".yml", ".txt")) and not _INDEX.fullmatch(component.name)
 
 
-def _stem(component: Component, step: int | None) -> Path:
+def stem(component: Component, step: int | None = None) -> Path:
     """Return the folders and the stem of a component, without rank, number of shards, suffixes and step."""
     name = component.name.rstrip("/")
     if not name:
@@ -325,5 +325,5 @@ def _stem(component: Component, step: int | None) -> Path:
     if step is not None:
         base = re.sub(rf"(?<!\d)0*{step}(?!\d)", "", base)
     base = base.strip("._-= ")
-    stem = [re.sub(r"[._-]?\*", "", folder) for folder in folders]
-    return tuple([*filter(None, stem), base] if base or not stem else filter(None, stem))
+    above = [*filter(None, (re.sub(r"[._-]?\*", "", folder) for folder in folders))]
+    return tuple([*above, base] if base or not above else above)

@@ -6,6 +6,7 @@ Nothing in a checkpoint is executed. Names in its pickles that would run code el
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
@@ -49,6 +51,7 @@ from ckpttool.text import some
 _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
 _MAX_SHAPES = 64 << 20
+_MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
 _WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
 _OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
@@ -70,11 +73,8 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
             run = run or _beside(directory, producer)
         else:
             inner = None if directory.has(_WHOLE) else runs.find(directory)
-            if inner is not None and inner.chosen is not None:
-                files_of_step = [*inner.chosen.files, *_of_newest(inner)]
-                if files_of_step:
-                    return _open_step(inner.directory, files_of_step, options, run or inner)
-                return open_at(inner.chosen.path, options, run or inner)
+            if inner is not None and (newest := _open_newest(inner, options, run or inner)) is not None:
+                return newest
             source = _open_directory(location, directory, options)
             if run is None and (run := alternatives.run_in(directory, source.catalogue)) is not None:
                 source.close()
@@ -102,44 +102,81 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     while folder and not all(path.is_below(folder) for path in matches):
         folder = folder.parent
     directory = Directory(folder or local_path("."))
-    names = [path.relative_to(folder) + ("/" if path.is_dir() else "") for path in matches]
+    names = [_below(folder, path) for path in matches]
     return _open_step(directory, names, options, None)
 
 
-def _of_newest(run: runs.RunDirectory) -> list[str]:
-    """Return the files of a run that are written again at each step, with that of the newest step if it is one file or
-    folder: the optimizer beside the weights of each epoch. Not those that hold what a file of the step holds."""
-    chosen = run.chosen
-    if chosen is None:
-        return []
-    if chosen.path.is_dir():
-        is_whole = chosen.producer not in _OF_MODELS or bool(run.newer)
-        names = [] if is_whole else [*run.beside, *run.folders_beside]
-        others = [name for name in names if _is_training_state(run.directory.at(name.rstrip("/")))]
-        return [f"{chosen.name}/", *others] if others else []
-    names = [name for name in run.beside if not runs.COPY.search(name)]
-    if chosen.producer is not None or not names:
-        return []
-    files_of_step = chosen.files or (chosen.name,)
-    shapes = [_tensors_in(run.directory.at(name)) for name in files_of_step]
-    others = [name for name in names if not any(_tensors_in(run.directory.at(name)) <= one for one in shapes)]
-    return others if chosen.files else [*files_of_step, *others] if others else []
+def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDirectory) -> Source | None:
+    """Open the newest complete checkpoint of a run, with the state that is written again at each step beside it: the
+    optimizer beside the weights of each epoch. Other state that belongs to no step is a fault. Return None if what was
+    taken for a run is not one: a folder of no framework, whose number is no step, or files of ranks."""
+    chosen, directory = inner.chosen, inner.directory
+    assert chosen is not None
+    is_folder = chosen.path.is_dir()
+    files_of_step = list(chosen.files)
+    source = _open_step(directory, files_of_step, options, run) if files_of_step else open_at(chosen.path, options, run)
+    others = _others(inner, source.catalogue)
+    is_part = len(inner.checkpoints) == 1 and is_folder and producers.recognise(Directory(chosen.path)) is None
+    if (others and is_part) or (not is_folder and _are_ranks(inner, source.catalogue)):
+        source.close()
+        return None
+    is_open = chosen.producer in _OF_MODELS and not (inner.newer and is_folder)
+    beside = [one for one, error in others.items() if is_open and error is None and one.parent == directory.path]
+    if beside:
+        source.close()
+        names = files_of_step or [_below(directory.path, chosen.path)]
+        source = _open_step(directory, [*names, *(_below(directory.path, one) for one in beside)], options, run)
+    for one, error in others.items():
+        if one not in beside:
+            name = _below(inner.named or directory.path, one)
+            text = f"`{name}` may hold training state, but belongs to no step of the run"
+            hint = f"name the checkpoint to leave it out: `{chosen.path}`"
+            text += f": {error.message}" if error is not None else ""
+            source.catalogue.faults.append(ReadError(text, hint=hint, file=one, absent=name))
+    return source
 
 
-def _is_training_state(location: Location) -> bool:
-    """Return whether something has the state of an optimizer, a scheduler or the like, and no model."""
-    with suppress(CkptError), closing(open_at(location)) as source:
-        parts.assign(source.catalogue)
-        kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
-        return "model" not in kinds and bool(kinds - {"progress", "other"})
+def _are_ranks(run: runs.RunDirectory, newest: Catalogue) -> bool:
+    """Return whether files numbered from 0 are of no steps: the last one lacks tensors that the first has."""
+    first = run.checkpoints[0]
+    if len(run.checkpoints) < 2 or [c.order for c in run.checkpoints] != [(n,) for n in range(len(run.checkpoints))]:
+        return False
+    with suppress(CkptError), closing(detect(run.locations(first)[0]).open(run.locations(first)[0])) as source:
+        return not _tensors_in(source.catalogue) <= _tensors_in(newest)
     return False
 
 
-def _tensors_in(location: Location) -> set[tuple[Path, tuple[int, ...]]]:
-    """Return the paths and shapes of the tensors in a file; none of one that cannot be opened."""
-    with suppress(CkptError), closing(detect(location).open(location)) as source:
-        return {(tensor.path, tensor.shape) for tensor in source.catalogue.tensors}
-    return set()
+def _others(run: runs.RunDirectory, newest: Catalogue) -> dict[Location, CkptError | None]:
+    """Return what lies beside the newest checkpoint of a run and holds other state than a checkpoint of it, with the
+    error if it cannot be opened. The best or a final model has the same tensors, or some of them."""
+    found, own = dict[Location, CkptError | None](), _tensors_in(newest)
+    complete = (one for one in (*run.of_same_step, *run.of_no_step) if one.complete)
+    for location in [*_of_no_step(run), *(location for one in complete for location in run.locations(one))]:
+        if location.is_dir() and len(location.names()) > _MANY:
+            found[location] = ReadError(f"it has more than {_MANY:,} files", file=location)
+            continue
+        try:
+            with closing(open_at(location)) as source:
+                parts.assign(source.catalogue)
+                kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
+                tensors = _tensors_in(source.catalogue)
+        except CkptError as error:
+            if not runs.UNFINISHED.search(location.name):  # what a save left that did not end, or has not yet
+                found[location] = error
+        else:
+            if not tensors <= own if tensors else kinds - {"progress", "other"}:
+                found[location] = None
+    return found
+
+
+def _tensors_in(catalogue: Catalogue) -> Counter[tuple[str, Ints]]:
+    """Return how many tensors have the same last word in their names, and the same shape."""
+    return Counter((tensor.name.rpartition(".")[2], tensor.shape) for tensor in catalogue.tensors)
+
+
+def _below(folder: Location, location: Location) -> str:
+    """Return the name of a file or, with a slash, a folder below another."""
+    return location.relative_to(folder) + ("/" if location.is_dir() else "")
 
 
 def _open_step(
@@ -288,12 +325,13 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
-    own = {file.name for file in catalogue.own_files}
-    own |= {f"{name.partition('/')[0]}/" for name in own}
-    if others := [name for name in _of_no_step(run) if name not in own]:
+    own = {file.location for file in catalogue.own_files}
+    beside = [one for one in _of_no_step(run) if not _is_read(one, own)]
+    if others := [_below(run.named or run.directory.path, one) for one in beside]:
         catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
-    if of_step := [c.name for c in run.checkpoints if c.order == chosen.order and c.step is not None and c != chosen]:
-        text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"
+    of_step = [one for one in run.of_same_step if not any(_is_read(each, own) for each in run.locations(one))]
+    if of_step:
+        text = f"`{chosen.name}` is opened; of the same step there are also {some([one.name for one in of_step])}"
         catalogue.warnings.append(Warning("chosen", text))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
@@ -301,23 +339,27 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         catalogue.warnings.append(Warning("chosen", text))
 
 
-def _of_no_step(run: runs.RunDirectory) -> Iterator[str]:
+def _is_read(location: Location, own: Collection[Location]) -> bool:
+    return any(file == location or file.is_below(location) for file in own)
+
+
+def _of_no_step(run: runs.RunDirectory) -> Iterator[Location]:
     """Yield the files and folders in the directory that was named that may hold state of no step, in any format; on the
     Hub, where each would be a request, those beside the checkpoints by their names."""
     of_steps = {name for one in run.checkpoints for name in (one.name, *one.files)}
-    yield from _may_hold_state(run.directory, of_steps) if run.directory.path.store.is_local else run.beside
-    yield from run.folders_beside
     place, named = run.directory.path, run.named
+    names = _may_hold_state(run.directory, of_steps) if place.store.is_local else run.beside
+    yield from (place / name.rstrip("/") for name in (*names, *run.folders_beside))
     while named is not None and named.store.is_local and place != named and place.is_below(named):
-        below, place = f"{place.name}/", place.parent
+        below, place = place, place.parent
         above = runs.RunDirectory(Directory(place), [], None)
         names = [*_may_hold_state(above.directory, ()), *above.folders_beside]
-        yield from ((place / name).relative_to(named) for name in names if name != below)
+        yield from (one for one in (place / name.rstrip("/") for name in names) if one != below)
 
 
 def _may_hold_state(directory: Directory, of_steps: Collection[str]) -> list[str]:
     files_beside = [name for name in directory.names if not (name.endswith("/") or name in of_steps)]
-    names = [name for name in files_beside if not (_DOCUMENT.fullmatch(name) or directory.at(name).is_link())]
+    names = [name for name in files_beside if not (_DOCUMENT.fullmatch(name) or runs.points(directory, name))]
     layout = contents.layout(directory, names, beside=True)
     counting = runs.RunDirectory(directory, [], None).beside
     known = {*layout.unreadable, *(name for one in layout.components for name in one.files)}

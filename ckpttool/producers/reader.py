@@ -174,6 +174,9 @@ class _Opening:
             # The facts of the first component with tensors are those of the whole.
             combined.catalogue.format = catalogue.format
             combined.catalogue.facts |= {k: v for k, v in catalogue.facts.items() if k in ("torch", "buffers")}
+        if not component.root and len(self.components) > 1 and _is_no_dict(catalogue):
+            # Its keys have no place beside those of others.
+            component = replace(component, root=contents.stem(component))
         self.mounted.append(_mounted(component, catalogue))
         for warning in catalogue.warnings:
             self.warnings.setdefault(warning, []).append(name)
@@ -271,6 +274,11 @@ def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
     order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
     shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
     return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
+
+
+def _is_no_dict(catalogue: Catalogue) -> bool:
+    """Return whether a file holds one tensor or value, or a list of them, and no state dict."""
+    return () in catalogue.entries or (() in catalogue.containers and catalogue.containers[()].kind == "list")
 
 
 def _is_rank_local(component: Component) -> bool:

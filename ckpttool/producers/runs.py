@@ -27,7 +27,9 @@ from ckpttool.producers.directory import Directory
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import is_or_are, some
 
-_DATA = re.compile(rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|npz|model|state)|.*\.pth?\.\w+|[^.]*")
+_DATA = re.compile(
+    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|np[yz]|model|state)|.*\.pth?\.\w+|[^.]*"
+)
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 LAST = re.compile(r"(?<![a-z])(last|latest|final)(?![a-z])", re.IGNORECASE)
@@ -47,7 +49,7 @@ _INDEX_MOST = 1 << 30  # and of the one to open
 _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
 # Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
-_UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
+UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,21 @@ class RunDirectory:
         return [checkpoint for checkpoint in self.checkpoints[first:] if not checkpoint.complete]
 
     @property
+    def of_same_step(self) -> list[RunCheckpoint]:
+        """The other checkpoints of the step of the chosen one: the average of its weights, or more of its state."""
+        order = self.chosen.order if self.chosen is not None and self.chosen.step is not None else None
+        return [one for one in self.checkpoints if one.order == order and one != self.chosen]
+
+    @property
+    def of_no_step(self) -> list[RunCheckpoint]:
+        """The others whose names say no step or time: the best, the final one."""
+        return [c for c in self.checkpoints if c != self.chosen and not c.order and time_in(c.name) is None]
+
+    def locations(self, checkpoint: RunCheckpoint) -> list[Location]:
+        """Return the files of a checkpoint, or its folder."""
+        return [self.directory.at(name) for name in checkpoint.files] or [checkpoint.path]
+
+    @property
     def beside(self) -> list[str]:
         """The files beside the checkpoints that are of no step: those with tensors, such as copies, the best or a final
         model, and those with counters."""
@@ -104,9 +121,9 @@ class RunDirectory:
 
     @property
     def folders_beside(self) -> list[str]:
-        """The folders beside the checkpoints that hold tensors, by the names of the files in them: other checkpoints or
-        runs. Links to the checkpoints are not among them; on the Hub, where each would be a request, none is looked
-        into."""
+        """The folders beside the checkpoints that hold tensors, by the first bytes of the files in them: other
+        checkpoints or runs. Links to the checkpoints are not among them; on the Hub, where each would be a request,
+        none is looked into."""
         if not self.directory.path.store.is_local:
             return []
         of_steps = {name.partition("/")[0] for one in self.checkpoints for name in (one.name, *one.files)}
@@ -116,7 +133,7 @@ class RunDirectory:
 
 def _holds(run: RunDirectory, name: str) -> bool:
     try:
-        return any(True for _ in _kinds_below(run.directory.folder(name), pattern=formats.DATA_FILE))
+        return any(True for _ in _kinds_below(run.directory.folder(name), is_read=True))
     except CkptError:  # what is in it is unknown
         return True
 
@@ -155,15 +172,7 @@ def find(directory: Directory) -> RunDirectory | None:
     """Return the run in a directory, with its newest complete checkpoint chosen; None when there is none. Raises
     ReadError when no checkpoint is complete, or nothing says which is the newest."""
     inner, checkpoints = search(directory)
-    run = with_newest(inner, checkpoints, directory) if checkpoints else None
-    if run is not None and run.chosen is not None and not _is_ordered(run.chosen):
-        # It was taken as the only one.
-        others = [*run.beside, *run.folders_beside]
-        if others and run.chosen.path.is_dir():
-            names = [run.chosen.name, *others]
-            text = f"`{directory.path}`: not a checkpoint; found {len(names)} inside: {some(names)}"
-            raise ReadError(text, hint=f"name one: `{run.chosen.path}`", file=directory.path, found=names)
-    return run
+    return with_newest(inner, checkpoints, directory) if checkpoints else None
 
 
 def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], named: Directory | None = None) -> RunDirectory:
@@ -293,6 +302,12 @@ def pointers(directory: Directory) -> Iterator[tuple[str, str]]:
             yield name, directory.text(name).strip().rstrip("/").rpartition("/")[2]
 
 
+def points(directory: Directory, name: str) -> bool:
+    """Return whether a file is a link, or a text of the name of what lies beside it."""
+    target = directory.text(name).rstrip("/").rpartition("/")[2]
+    return directory.at(name).is_link() or (bool(target) and (target in directory or f"{target}/" in directory))
+
+
 def is_link_beside(directory: Directory, name: str) -> bool:
     """Return whether a file or a folder is a link to one beside it: `latest` -> `step-20`."""
     path = directory.at(name)
@@ -412,19 +427,21 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     return next(_kinds_below(directory), None)
 
 
-def _kinds_below(directory: Directory, depth: int = 0, pattern: re.Pattern[str] = _DATA) -> Iterator[str]:
-    """Yield the formats of the files in a directory and its folders, by their names, which match `pattern`."""
+def _kinds_below(directory: Directory, depth: int = 0, *, is_read: bool = False) -> Iterator[str]:
+    """Yield the formats of the files in a directory and its folders, by their names; with `is_read`, of those alone
+    whose first bytes are of a format."""
     for name in directory.names:
-        if not name.endswith("/") and pattern.fullmatch(name):
+        is_data = not name.endswith("/") and _DATA.fullmatch(name) is not None
+        if is_data and (not is_read or any(row.recognise(directory.at(name)) for row in formats.FORMATS)):
             yield "safetensors" if name.endswith(".safetensors") else "torch"
     for name in directory.folders if depth < _MAX_DEPTH else ():
         with suppress(CkptError):
             inner = directory.folder(name)
-            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1, pattern)
+            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1, is_read=is_read)
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
-    if _UNFINISHED.search(name):
+    if UNFINISHED.search(name):
         return "its name says that the save did not end"
     if not directory.names:
         return "an empty directory"

@@ -164,5 +164,93 @@ def test_the_only_checkpoint_with_a_layout_is_not_taken_among_others(tmp_path: P
     catalogue = ckpttool.inspect(tmp_path)
     assert catalogue.location == str(tmp_path / "saved")
     save(tmp_path, "stray.pt")
-    with pytest.raises(ReadError, match=r"not a checkpoint; found 2 inside: `saved`, `stray\.pt`"):
-        ckpttool.inspect(tmp_path)
+    with pytest.raises(ReadError, match=r"`stray\.pt` may hold training state, but belongs to no step"):
+        ckpttool.convert(tmp_path, tmp_path.parent / "out.pt", to="torch")
+
+
+# State beside the checkpoints of a run --------------------------------------------------------------------------------
+
+
+def converted(folder: Path) -> dict[str, Any]:
+    """What torch loads of a directory that was converted to one file."""
+    out = folder.parent / f"{folder.name}.pt"
+    ckpttool.convert(folder, out, to="torch", overwrite=True)
+    value: dict[str, Any] = torch.load(out, weights_only=False)
+    return value
+
+
+def other(seed: int) -> dict[str, Any]:
+    """A model that is none of the run: its tensors have other names and shapes."""
+    return {"teacher": torch.full((7, seed), float(seed))}
+
+
+def test_a_folder_with_a_number_is_a_part_of_the_directory_if_other_state_lies_beside_it(tmp_path: Path) -> None:
+    """`0/` was opened as the only step of a run, and the model beside it left out with exit code 0."""
+    folder = tmp_path / "saved"
+    save(folder, "0/critic.pt")
+    save(folder, "state.pt", other)
+    (folder / "counters.yaml").write_text("step: 3\n")
+    found = converted(folder)
+    assert torch.equal(found["state"]["teacher"], torch.ones(7, 1)) and found["counters"] == {"step": 3}
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("names", ["step_1/state.pt step_2/state.pt", "step_1.pt step_2.pt"])
+@pytest.mark.parametrize("beside", ["vae.pt", "vae/weights.pt", "best.pt", "final/model.pt", "noext"])
+def test_other_state_beside_the_steps_is_read_with_the_newest(names: str, beside: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save(folder, names)
+    save(folder, beside, other)
+    found = converted(folder)
+    shapes = [
+        tuple(tensor.shape) for tensor in torch.utils._pytree.tree_leaves(found) if isinstance(tensor, torch.Tensor)
+    ]
+    assert (7, 1) in shapes and len(shapes) > 1
+    # What has the tensors of the checkpoints is another one of the run.
+    folder = tmp_path / "copies"
+    save(folder, names)
+    save(folder, beside)
+    assert converted(folder).keys() <= {*state(1), "state"}
+
+
+def test_other_state_beside_the_steps_of_a_framework_is_an_error(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", run / "checkpoint_1")
+    shutil.copytree(CHECKPOINTS / "run/accelerate_fsdp2_sharded_w2/ckpt", run / "checkpoint_2")
+    assert converted(run)
+    save(run, "vae.pt", other)
+    with pytest.raises(
+        ReadError, match=r"`vae\.pt` may hold training state, but belongs to no step of the run"
+    ) as caught:
+        converted(run)
+    assert f"`{run / 'checkpoint_2'}`" in str(caught.value.hint)
+    assert not ckpttool.inspect(run / "checkpoint_2").faults
+    ckpttool.convert(run, tmp_path / "model.pt", to="torch", only="model")
+
+
+def test_a_file_and_a_folder_of_one_step_are_one_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save(folder, "step_1_policy.pt step_2_policy.pt")
+    save(folder, "step_1_critic/critic.pt step_2_critic/critic.pt", other)
+    shapes = {tuple(tensor.shape) for tensor in ckpttool.inspect(folder).tensors}
+    assert (7, 2) in shapes and len(shapes) > 1
+
+
+def test_files_numbered_from_0_with_other_tensors_are_no_steps(tmp_path: Path) -> None:
+    """The last of them was opened as the newest step, and the model of the first left out."""
+    folder = tmp_path / "saved"
+    save(folder, "checkpoint_0.pt checkpoint_1.pt", other)
+    assert {tuple(tensor.shape) for tensor in ckpttool.inspect(folder).tensors} == {(7, 1), (7, 2)}
+    # Before the first step, an optimizer has no state.
+    folder = tmp_path / "run"
+    save(folder, "epoch_0.pt epoch_1.pt", lambda seed: model(seed) | ({"m": torch.ones(9)} if seed > 1 else {}))
+    assert opened(folder) == {"epoch_1.pt"}
+
+
+def test_a_single_tensor_has_the_name_of_its_file_beside_documents(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    save(folder, "weights.pt", lambda seed: [torch.ones(2), torch.zeros(3)])
+    (folder / "ema").mkdir()
+    (folder / "ema" / "progress.json").write_text('{"step": 3}')
+    found = converted(folder)
+    assert found["ema"] == {"step": 3} and [len(one) for one in found["weights"]] == [2, 3]
