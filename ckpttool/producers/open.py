@@ -22,7 +22,7 @@ from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.formats import dcp, rankfiles, torchsave
+from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
@@ -220,6 +220,8 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     if any(component.name for component in layout.components) and any(not c.name for c in layout.components):
         return None
     stems = {component.root for component in layout.components}
+    if row is safetensors.FORMAT and len(stems) > 1:
+        return None  # each of its files is a part, whose name is that of the file
     try:
         source = row.open(location, options)
     except CorruptError:

@@ -370,3 +370,15 @@ def test_files_of_epochs_and_batches_are_checkpoints_each(tmp_path: Path) -> Non
     catalogue = ckpttool.inspect(tmp_path)
     assert [row["name"] for row in catalogue.facts["run"]] == [f"*_state_{s}.th" for s in ("e0_b0", "e0_b50", "e1_b0")]
     assert {file.name for file in catalogue.files} == {"model_state_e1_b0.th", "training_state_e1_b0.th"}
+
+
+def test_safetensors_files_of_different_names_are_parts_that_keep_them(tmp_path: Path) -> None:
+    """Their tensors were one model, which `--producer same` wrote as `model.safetensors`."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, folder / "policy.safetensors")
+    save_file({"v": torch.zeros(2)}, folder / "critic.safetensors")
+    assert {tensor.name for tensor in ckpttool.inspect(folder).tensors} == {"policy.w", "critic.v"}
+    ckpttool.convert(folder, tmp_path / "same", producer="same")
+    assert {path.name for path in (tmp_path / "same").glob("*.safetensors")} == {path.name for path in folder.iterdir()}
+    assert torch.equal(load_file(tmp_path / "same" / "policy.safetensors")["w"], torch.ones(3))
