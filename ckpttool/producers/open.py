@@ -148,9 +148,11 @@ def _are_ranks(run: runs.RunDirectory, newest: Catalogue) -> bool:
 
 def _others(run: runs.RunDirectory, newest: Catalogue) -> dict[Location, CkptError | None]:
     """Return what lies beside the newest checkpoint of a run and holds other state than a checkpoint of it, with the
-    error if it cannot be opened. The best or a final model has the same tensors, or some of them."""
+    error if it cannot be opened. The best or a final model has the same tensors, or most of them."""
     found, own = dict[Location, CkptError | None](), _tensors_in(newest)
-    complete = (one for one in (*run.of_same_step, *run.of_no_step) if one.complete)
+    parts.assign(newest)
+    elements = sum(tensor.numel for tensor in newest.tensors if tensor.part.kind == "model")
+    complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
     for location in [*_of_no_step(run), *(location for one in complete for location in run.locations(one))]:
         if location.is_dir() and len(location.names()) > _MANY:
             found[location] = ReadError(f"it has more than {_MANY:,} files", file=location)
@@ -160,11 +162,13 @@ def _others(run: runs.RunDirectory, newest: Catalogue) -> dict[Location, CkptErr
                 parts.assign(source.catalogue)
                 kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
                 tensors = _tensors_in(source.catalogue)
+                is_most = 2 * sum(tensor.numel for tensor in source.catalogue.tensors) >= elements
         except CkptError as error:
             if not runs.UNFINISHED.search(location.name):  # what a save left that did not end, or has not yet
                 found[location] = error
         else:
-            if not tensors <= own if tensors else kinds - {"progress", "other"}:
+            is_checkpoint = tensors <= own and is_most and not kinds.isdisjoint(("model", "optimizer"))
+            if not is_checkpoint if tensors else kinds - {"progress", "other"}:
                 found[location] = None
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -101,9 +101,11 @@ class RunDirectory:
         return [one for one in self.checkpoints if one.order == order and one != self.chosen]
 
     @property
-    def of_no_step(self) -> list[RunCheckpoint]:
-        """The others whose names say no step or time: the best, the final one."""
-        return [c for c in self.checkpoints if c != self.chosen and not c.order and time_in(c.name) is None]
+    def called_otherwise(self) -> list[RunCheckpoint]:
+        """The others whose names differ from that of the chosen one in more than numbers: `final`, `0` beside
+        `checkpoint-10`."""
+        name = _masked(self.chosen.name) if self.chosen is not None else ""
+        return [one for one in self.checkpoints if _masked(one.name) != name]
 
     def locations(self, checkpoint: RunCheckpoint) -> list[Location]:
         """Return the files of a checkpoint, or its folder."""
@@ -358,9 +360,10 @@ def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterato
         yield replace(one, why_not=_lacking(kinds[one], others) or one.why_not if others else one.why_not)
 
 
-def _lacking(own: Counter[str], others: Sequence[Counter[str]]) -> str | None:
-    """Return which kind of file a checkpoint lacks that all others have; None without one."""
-    absent = reduce(and_, others) - own if others else own - own
+def _lacking(own: Counter[str], others: Iterable[Counter[str]]) -> str | None:
+    """Return which kind of file a checkpoint lacks that all others have that are like it; None without one."""
+    alike = [other for other in others if other & own]
+    absent = reduce(and_, alike) - own if alike else None
     return f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else None
 
 
