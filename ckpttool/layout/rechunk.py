@@ -170,13 +170,14 @@ def possible_twins(catalogue: Catalogue, *, everywhere: bool = False) -> Iterato
 
 
 class _Ranks:
-    """The ranks of a mesh and how much each holds so far. Tensors of one shape share the columns of their boxes: a
-    model has few shapes, and 1,024 ranks have many boxes."""
+    """The ranks of a mesh and how much each holds so far. Tensors of one shape share the columns of their boxes, and of
+    who has them: a model has few shapes, and 1,024 ranks have many boxes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._load = [0] * mesh.world
         self._boxes: dict[object, tuple[list[boxes.Ints], list[boxes.Ints], list[list[int]], list[int]]] = {}
+        self._owners: dict[bytes, array[int]] = {}
 
     def whole(self, tensor: Tensor) -> Chunks:
         rank = self._load.index(min(self._load))
@@ -197,7 +198,7 @@ class _Ranks:
             owner = ranks[0] if len(ranks) == 1 else min(ranks, key=load.__getitem__)
             load[owner] += numel * itemsize
             owners.append(owner)
-        return Chunks.from_columns(offsets, sizes, owners)
+        return Chunks.from_columns(offsets, sizes, self._owners.setdefault(owners.tobytes(), owners))
 
 
 # What is cut ----------------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ class Tally:
         self.digested, self._catalogue = digested(source), source.catalogue
         self._checks_now, self._whole = checks_now, whole or WholeFiles(None)
         self.read = checksums.Pieces() if earlier is None else earlier
-        self._total = Transferred(read=self.read)
+        self._total = Transferred()
         self._written = checksums.Pieces()
         self._lock = threading.Lock()
 
@@ -242,26 +242,24 @@ class Tally:
         for part in entry.read:
             self.read.add(*part)
         stored = job.chunk.extent.record
-        if stored is not None:
-            for start, nbytes, crc in entry.written():
-                if crc is not None:
-                    self._written.add(stored, start, nbytes, crc)
+        written = self._whole_records((stored, *run) for run in entry.written()) if stored is not None else []
         total, name = self._total, job.tensor.name
         with self._lock:
+            total.crcs.update(written)
             total.checked += entry.checked
             total.unchecked += entry.unrecorded
             total.resumed += resumed
             if entry.overflowed:
                 total.overflowed[name] = total.overflowed.get(name, 0) + entry.overflowed
 
-    def add_small(self, runs: Iterable[tuple[SmallRun, int | None]]) -> None:
+    def add_small(self, runs: Sequence[tuple[SmallRun, int | None]]) -> None:
         """Add small runs, each with its CRC. Where that is the one of a record that the run is all of, nothing is kept
         to be checked later."""
         checked = unchecked = 0
-        written: list[tuple[tuple[int, int], int]] = []
         compared: list[tuple[int, ...]] = []
+        written = self._whole_records((run.record, run.to, run.extent.nbytes, crc) for run, crc in runs)
         for run, crc in runs:
-            _, extent, file, to, stored = run
+            extent = run.extent
             record, nbytes = extent.record, extent.nbytes
             if extent.checked or (extent.file in self.digested and (record is None or record.crc is None)):
                 checked += nbytes
@@ -272,17 +270,27 @@ class Tally:
                 compared.append((*record[:3], record.crc, nbytes))
             else:
                 self.read.add(record, extent.offset, nbytes, crc)
-            if stored is not None and crc is not None:
-                if (stored.offset, stored.nbytes) == (to, nbytes):
-                    written.append(((file, to), crc))
-                else:
-                    self._written.add(stored, to, nbytes, crc)
         if self._whole:
             self._whole.add(compared)
         with self._lock:
             self._total.checked += checked
             self._total.unchecked += unchecked
             self._total.crcs.update(written)
+
+    def _whole_records(
+        self, runs: Iterable[tuple[Record | None, int, int, int | None]]
+    ) -> list[tuple[tuple[int, int], int]]:
+        """Return the CRCs of runs that were written, `(record, offset, nbytes, crc)`, which are all of their record;
+        others are kept until all of it is written."""
+        whole: list[tuple[tuple[int, int], int]] = []
+        for stored, at, nbytes, crc in runs:
+            if stored is None or crc is None:
+                continue
+            if (stored.offset, stored.nbytes) == (at, nbytes):
+                whole.append(((stored.file, at), crc))
+            else:
+                self._written.add(stored, at, nbytes, crc)
+        return whole
 
     def is_worth_checking(self, record: Record) -> bool:
         """Return whether to read the rest of a record for its checksum."""
@@ -305,6 +313,8 @@ class Tally:
         """Return the totals."""
         total = self._total
         total.moved = moved
+        if check_later:
+            total.read = self.read
         for record in self.read.records() if not check_later else ():
             if self.is_worth_checking(record) or record.file in self.digested:
                 total.checked += self.read.used(record)

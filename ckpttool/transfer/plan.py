@@ -152,15 +152,14 @@ def whole_files(destination: Catalogue, k: int, n: int) -> list[int]:
 def in_file_order(tensors: Sequence[Tensor]) -> list[tuple[int, array[int]]]:
     """Return the chunks of tensors by file and then by offset: the number of each file, with a row of `pairs`."""
     # Rows of numbers: of 260,000 chunks, tuples would take 26 MB.
-    rows: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(lambda: (array("q"), array("I")))
+    rows = defaultdict[int, "array[int]"](lambda: array("I"))
     for number, tensor in enumerate(tensors):
-        for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=True)):
-            offsets, row = rows[file]
-            offsets.append(offset)
-            row.extend((number, i))
+        for i, file in enumerate(tensor.chunks.file):
+            rows[file].extend((number, i))
     found = []
     for file in sorted(rows):
-        offsets, row = rows.pop(file)
+        row = rows.pop(file)
+        offsets = [tensors[number].chunks.offset[i] for number, i in pairs(row)]
         order = sorted(range(len(offsets)), key=offsets.__getitem__)
         found.append((file, array("I", chain.from_iterable((row[2 * k], row[2 * k + 1]) for k in order))))
     return found

@@ -68,6 +68,6 @@ def carried(folder: Location, names: Mapping[str, int]) -> tuple[Manifest, list[
 
 def _sha256(location: Location) -> str:
     digest = sha256()
-    for block in location.blocks(1 << 20):
+    for block in location.blocks(1 << 16):
         digest.update(block)
     return digest.hexdigest()

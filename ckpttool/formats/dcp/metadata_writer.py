@@ -102,7 +102,7 @@ def write(metadata: IndexContents, flush: Callable[[bytes], object]) -> None:
     out = writer.out
     crc = 0
 
-    def drain(least: int = 1 << 20) -> None:
+    def drain(least: int = 1 << 16) -> None:
         nonlocal crc
         if len(out) > least:
             crc = crc32(out, crc)

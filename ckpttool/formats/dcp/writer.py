@@ -210,7 +210,7 @@ class _DcpSink:
     def seal(self, number: int, crcs: Crcs) -> None:
         """Write the bytes around the payloads of one file. All files are sealed before `finish`, or none."""
         if not self._order:
-            self._order, self._tensors = [array("l") for _ in self.catalogue.files], [*self._stored()]
+            self._order, self._tensors = [array("I") for _ in self.catalogue.files], [*self._stored()]
             for i, tensor in enumerate(self._tensors):
                 for j, file in enumerate(tensor.chunks.file):
                     self._order[file].extend((i, j))
