@@ -108,12 +108,20 @@ def test_a_universal_checkpoint_is_the_run_that_it_was_made_of(tmp_path: Path) -
     assert any("are not read: `frozen`, `head.weight`, `seen`" in str(warning) for warning in warnings)
 
 
-@pytest.mark.parametrize("remove", ["fp32.pt", "exp_avg.pt"])
-def test_a_universal_checkpoint_that_lacks_a_file(remove: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("remove", "text"),
+    [
+        ("up.weight/fp32.pt", "`zero/up.weight` has no `fp32.pt`"),
+        ("up.weight/exp_avg.pt", "`zero/up.weight` has no `exp_avg.pt`"),
+        ("optimizer_state.pt", "optimizer_state.pt` is missing, of which the learning rates"),
+    ],
+)
+def test_a_universal_checkpoint_that_lacks_a_file(remove: str, text: str, tmp_path: Path) -> None:
     path = Path(shutil.copytree(RUNS / "universal_zero3_w3" / "saved", tmp_path / "saved"))
-    (path / "global_step2_universal" / "zero" / "up.weight" / remove).unlink()
-    with pytest.raises(CorruptError, match=f"`zero/up.weight` has no `{remove}`"):
+    (path / "global_step2_universal" / "zero" / remove).unlink()
+    with pytest.raises(CorruptError, match=text) as caught:
         ckpttool.convert(path, tmp_path / "out.pt")
+    assert caught.value.hint
 
 
 def test_experts_have_the_numbers_that_they_have_among_all_ranks(tmp_path: Path) -> None:
@@ -199,6 +207,17 @@ def test_a_pipeline_without_zero_has_a_model_alone(tmp_path: Path) -> None:
     state = converted(source, tmp_path, drop=["optimizer"])
     # Nothing says that the weight of layer 0 is the tied one.
     require_same(state["model"], {n.replace("tied_modules.embed", "0"): value for n, value in wanted.items()})
+
+
+def test_a_file_of_a_layer_that_is_not_there(tmp_path: Path) -> None:
+    """A buffer of it is named elsewhere. Of other layers nothing is: a function has no file."""
+    path = copied("pipeline_zero0_w2", tmp_path)
+    (path / "layer_02-model_states.pt").unlink()
+    notes = [str(warning) for warning in ckpttool.inspect(path).warnings]
+    assert any("no file of `layer 2`: that is so of a function" in note for note in notes), notes
+    (path / "layer_03-model_states.pt").unlink()
+    with pytest.raises(CorruptError, match=r"no file of a layer has the buffer `3\.seen`"):
+        ckpttool.convert(path, tmp_path / "b.pt", drop=["optimizer"])
 
 
 def test_each_rank_keeps_what_is_its_own(tmp_path: Path) -> None:
@@ -380,6 +399,11 @@ def _renamed(tree: Any) -> None:
     tree["param_shapes"][0]["another"] = tree["param_shapes"][0].pop("up.weight")
 
 
+def _moved(tree: Any) -> None:
+    for weight in tree.values():
+        weight += 1
+
+
 def _none(tree: Any) -> None:
     tree["module"] = None
 
@@ -397,6 +421,13 @@ def _none(tree: Any) -> None:
         ("zero3_w3", optim(1), _offloaded, ReadError, "offloaded to NVMe"),
         ("zero2_w3", "mp_rank_00_model_states.pt", _none, ReadError, "has no `module`"),
         ("zero3_w3", "zero_pp_rank_1_mp_rank_00_model_states.pt", _renamed, CorruptError, "is of other parameters"),
+        (
+            "pipeline_zero1_w4",
+            "layer_03-model_states.pt",
+            _moved,
+            CorruptError,
+            "has other weights than the optimizer's",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -384,8 +384,17 @@ class _ZeroOpening:
                     text = f"`{file_name}` is of one of {some(alike)}, and nothing says of which"
                     raise ReadError(text, hint=members.CONVERT, file=file_name, found=alike)
                 root = alike[0] if alike else root
-            for key, value in file.tree.items():
-                found.setdefault(f"{root}{key}", (value, file))
+            own = {f"{root}{key}": (value, file) for key, value in file.tree.items()}
+            self._compare_rounded(file_name, own, by_name)
+            found |= {key: value for key, value in own.items() if key not in found}
+        named = [name for one in self._weights for name in one.tree.get("buffer_names") or () if name[:1].isdecimal()]
+        if absent := [name for name in named if name not in found]:
+            text = f"no file of a layer has the buffer {some(absent)}, which `{self._weights[0].name}` and others name"
+            hint = "copy the file of its layer from where the checkpoint was saved"
+            self._catalogue.faults.append(CorruptError(text, hint=hint))
+        if gaps := [f"layer {n}" for n in range(max(self._members.layers)) if n not in self._members.layers]:
+            text = f"no file of {some(gaps)}: that is so of a function; of a module, the file would be missing"
+            self._catalogue.warnings.append(Warning("missing-part", text))
         return found
 
     def _experts(self, by_name: Mapping[str, Rebuilt]) -> dict[str, tuple[Any, StateFile]]:
@@ -395,7 +404,9 @@ class _ZeroOpening:
         for name in self._members.experts:
             file = self._load(0, name)
             names |= file.tree.keys()
-            found |= {key: (value, file) for key, value in file.tree.items() if key not in by_name}
+            own = {key: (value, file) for key, value in file.tree.items()}
+            self._compare_rounded(name, own, by_name)
+            found |= {key: value for key, value in own.items() if key not in by_name}
         if absent := [name for name in by_name if ".deepspeed_experts." in name and name not in names]:
             text = f"no file of an expert has {some(absent)}"
             hint = "copy what is missing from where the checkpoint was saved"
@@ -436,6 +447,12 @@ class _ZeroOpening:
         text = f"`{file.name}` is of step {counted - skipped}, and the optimizer in `{own.name}` of step {taken:.0f}"
         hint = "files of two saves are mixed, and the weights of both differ: take all from one"
         self._catalogue.faults.append(CorruptError(text, hint=hint, files=[file.name, own.name]))
+
+    def _compare_rounded(self, name: str, own: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
+        """Add a fault if a file of a layer, or of an expert, has other weights than the optimizer."""
+        if self._differs(own, by_name):
+            text = f"`{name}` has other weights than the optimizer's, rounded"
+            self._catalogue.faults.append(CorruptError(text, hint=f"files of two saves are mixed: {_ONE_SAVE}"))
 
     def _differs(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> bool:
         """Return whether the first weights of the model states are not those of the optimizer, rounded."""
@@ -562,7 +579,11 @@ class _ZeroOpening:
                     self._files_of_steps[name, key] = file
         self._check_universal(by_name, moments)
         self._add_model(by_name, world)
-        if folder.names().count(_COMMON) or any(moments.values()):
+        is_there = _COMMON in folder.names()
+        if not is_there and any(moments.values()):
+            text = f"`{folder / _COMMON}` is missing, of which the learning rates and the like are"
+            raise CorruptError(text, hint="copy it from where the checkpoint was converted", file=folder / _COMMON)
+        if is_there:
             common = self._load(0, f"{members.UNIVERSAL}/{_COMMON}")
             self._states = {0: common}
             self._add_optimizer({0: common.tree}, shapes, moments)
