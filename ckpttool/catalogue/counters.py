@@ -25,7 +25,7 @@ EPOCH = "epoch"
 FACTS = (EPOCH, READ, NUMBER, NUMBERS)
 _LARGE = 1 << 20  # an object of more bytes is not a number
 _PLAIN = (
-    r"global_step|Timestamp\.batch",
+    r"global_steps?|Timestamp\.batch",
     r"((current|train|training|trained|last_train)_)?steps?",
     "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
 )

@@ -327,3 +327,11 @@ def test_flips_in_what_was_written_are_found(stage: int, tmp_path: Path) -> None
         except CkptError:
             continue
         require_same(parameters_of(state), parameters_of(whole))
+
+
+def test_the_step_is_that_of_deepspeed_where_nothing_else_counts(tmp_path: Path) -> None:
+    """accelerate's directory has no number in its name, and the script counts nothing."""
+    source, wanted = saved("accelerate_zero2_w2"), expected("accelerate_zero2_w2")
+    out = written(source, tmp_path / "out", 3, world=3)
+    assert tree_of(next(out.rglob("zero_pp_rank_1_mp_rank_00_model_states.pt")))["global_steps"] == 2
+    require_same(converted(out, tmp_path)["model"], wanted["weights"])
