@@ -395,6 +395,16 @@ def _offloaded(state: Any) -> None:
     state["fp32_flat_groups"][0] = torch.zeros(0)
 
 
+def _swapped(state: Any) -> None:
+    for group in state["optimizer_state_dict"]["state"].values():
+        group["exp_avg"] = torch.zeros(0)
+
+
+def _compressed(tree: Any) -> None:
+    for state in tree["optimizer"]["state"].values():
+        state.update(worker_error=torch.zeros(41), server_error=torch.zeros(9))
+
+
 def _renamed(tree: Any) -> None:
     tree["param_shapes"][0]["another"] = tree["param_shapes"][0].pop("up.weight")
 
@@ -412,7 +422,15 @@ def _none(tree: Any) -> None:
     ("name", "file", "by", "error", "expected"),
     [
         ("zero2_w3", optim(1), _mixed, CorruptError, "state of group 0 is not the same on all ranks"),
-        ("zero2_w3", optim(1), _longer, CorruptError, "worker_error of rank 1 has 7 elements"),
+        ("zero2_w3", optim(1), _longer, CorruptError, "`worker_error` has 7 elements, but rank 1 has 46 of weights"),
+        (
+            "zero0_fp32_w2",
+            "mp_rank_00_model_states.pt",
+            _compressed,
+            CorruptError,
+            "`worker_error` of a 1-bit optimizer",
+        ),
+        ("zero3_w3", optim(1), _swapped, ReadError, "`exp_avg` without elements: it was offloaded to NVMe"),
         ("zero2_w3", optim(1), _overlapping, CorruptError, "in the same elements of its partition|ends at"),
         ("zero2_w3", optim(1), _whole, ReadError, "`whole_param_optimizer_states`, optimizer state in a form"),
         ("zero2_w3", optim(1), _newer, ReadError, "`affine_map` of version 2, newer than 1"),

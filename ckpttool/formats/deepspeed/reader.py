@@ -286,7 +286,7 @@ class _ZeroOpening:
         for rank, lines in masters.items():
             if any(not line.shape[0] for line in lines) and any(shapes):
                 text = f"`{self._states[rank].name}`: weights without elements: they were offloaded to NVMe"
-                raise ReadError(text, hint="save with `offload_optimizer` on the CPU, or off", rank=rank)
+                raise ReadError(text, hint=_OFFLOADED, rank=rank)
         (whole,) = partitions.divided(shapes, [*states], world)
         return [(whole, dict(masters.items()), self._kinds(states, whole, [*range(len(shapes))]))]
 
@@ -295,6 +295,7 @@ class _ZeroOpening:
     ) -> dict[str, dict[int, Line]]:
         """Return the lines of each kind of state that has a value for each element: `exp_avg`."""
         kinds: dict[str, dict[int, Line]] = {}
+        used = partition.used()
         for rank, state in states.items():
             of_groups = [_state_of(state, key) for key in keys]
             names = {name for one in of_groups for name, value in one.items() if _is_piece(value)}
@@ -303,6 +304,16 @@ class _ZeroOpening:
                 if len(line) != len(of_groups):
                     text = f"`{self._states[rank].name}`: `{name}` is there for {len(line)} of {len(of_groups)} groups"
                     raise ReadError(f"{text}, which is not read", hint=_NOT_READ, rank=rank)
+                held, file = sum(prod(ref.shape) for ref in line), self._states[rank].name
+                if not held and used.get(rank):
+                    text = f"`{file}`: `{name}` without elements: it was offloaded to NVMe"
+                    raise ReadError(text, hint=_OFFLOADED, file=file, rank=rank)
+                if held < used.get(rank, 0):
+                    text = (
+                        f"`{file}`: `{name}` has {plural(held, 'element')}, but rank {rank} has {used[rank]} of weights"
+                    )
+                    hint = "state that is not of each element (1-bit optimizers) is not read; of another, take one save"
+                    raise CorruptError(text, hint=hint, file=file, rank=rank, found=held, expected=used[rank])
                 kinds.setdefault(name, {})[rank] = line
         return kinds
 
@@ -655,6 +666,12 @@ class _ZeroOpening:
             self._catalogue.warnings.append(Warning("missing-part", text))
             return
         inner = _dict(state).get("optimizer_state_dict")
+        if any("worker_error" in _dict(own) for own in _dict(_dict(inner or state).get("state")).values()):
+            text = (
+                f"`{file.name}`: `worker_error` of a 1-bit optimizer, of which each rank has its own, and one is there"
+            )
+            fault = CorruptError(text, hint="leave the optimizer out: `--drop optimizer`", concerns=[OPTIMIZER])
+            self._catalogue.faults.append(fault)
         if not isinstance(inner, dict):
             self._flatten(state, (OPTIMIZER,), file)
             return
@@ -727,6 +744,7 @@ _COMPARED = 1 << 14  # elements: of those in bfloat16, a step of a low learning 
 _COMMON = "optimizer_state.pt"
 _ROOTS, _CLIENT = (MODEL, OPTIMIZER, "zero", "loss_scaler"), ("client_state",)  # what a script calls its own so
 _NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
+_OFFLOADED = "save with `offload_optimizer` on the CPU, or off"
 _EMPTY = ("lr_scheduler", "data_sampler", "random_ltd")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
 
