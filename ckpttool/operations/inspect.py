@@ -17,7 +17,7 @@ from ckpttool.analysis.result import Result
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
 from ckpttool.catalogue.validation import stop_at_denied, validate
 from ckpttool.catalogue.warning import Kind, Warning
-from ckpttool.errors import DONE, CkptError, CorruptError, UsageError
+from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
 from ckpttool.producers import runs
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
@@ -132,9 +132,11 @@ def inspect(
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
             faults = _truncated(catalogue, catalogue.faults or [error])
             unread = [fault for fault in faults if "needs" in fault.facts]  # something else is missing, not a byte
-            damaged = _folded([fault for fault in faults if fault not in unread])
+            unopened = [fault for fault in faults if isinstance(fault, ReadError) and fault not in unread]
+            damaged = _folded([fault for fault in faults if fault not in unread + unopened])
             catalogue.warnings[:0] = [
                 *(Warning("damaged", f"damaged: {text}") for text in damaged),
+                *(Warning("damaged", f"not read: {fault.message}") for fault in unopened),
                 *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
             ]
         note_copies(source)
