@@ -94,7 +94,7 @@ class TorchrunLauncher(Launcher):
         assert job.mesh.world == self._collectives.world_size()
         self.from_first(lambda: os.makedirs(job.folder, exist_ok=True))
         with self._collectives.together():
-            run(job, Watch(job, self._collectives.rank(), sys.__stderr__ or sys.stderr), leave=False)
+            run(job, Watch(job, self._collectives.rank(), sys.__stderr__ or sys.stderr))
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return on all ranks what `make` returns on rank 0. What it raises is raised on all."""

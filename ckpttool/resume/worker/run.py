@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import faulthandler
 import glob
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from typing import Any, TextIO
 
 import fsspec  # type: ignore[import-untyped]  # noqa: F401 - this and the compiler are needed by all ranks
@@ -30,6 +28,7 @@ from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record
 from ckpttool.resume.worker.setup import Built, build
+from ckpttool.storage.workspace import scratch_directory
 
 # A fork of a process that has imported this much is not safe on macOS.
 _START = "spawn" if sys.platform == "darwin" else "fork"
@@ -38,33 +37,19 @@ _POLL = 0.02  # seconds between two looks for a job
 
 def serve(folder: str) -> None:
     """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended."""
-    context: Any = multiprocessing.get_context(_START)
     done: set[str] = set()
     while True:
         for path in {*glob.glob(os.path.join(glob.escape(folder), "*", FILE))} - done:
             job, failed = read(path), {}
-            ready, port = context.Pipe(duplex=False)
-            # In a process of its own: it has threads, and a process that has some is not safe to fork.
-            store = context.Process(target=_serve_store, args=(port,), daemon=True)
-            store.start()
-            port.close()
-            try:
-                start_processes(begin, (job, ready.recv()), job.mesh.world, start_method=_START)
-            except ProcessExitedException as error:  # the others are ended by SIGTERM
-                failed = {error.error_index: error.exit_code}
-            store.kill()
-            store.join()
+            # They meet at a file: a store of TCP has threads, and a process that has some is not safe to fork.
+            with scratch_directory("ckpttool-trial-") as meeting:
+                try:
+                    start_processes(begin, (job, meeting), job.mesh.world, start_method=_START)
+                except ProcessExitedException as error:  # the others are ended by SIGTERM
+                    failed = {error.error_index: error.exit_code}
             write(failed, os.path.join(job.folder, ENDED))
             done.add(path)
         time.sleep(_POLL)
-
-
-def _serve_store(port: Connection) -> None:
-    """Serve the store at which the ranks of a run meet, and send its port."""
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    port.send(store.port)
-    while True:
-        signal.pause()
 
 
 class Watch:
@@ -88,13 +73,11 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
 
-def begin(rank: int, job: Job, port: int) -> None:
-    """Do a job as one of its ranks, which meet at a port. What it raises is recorded, and the process ends with 1."""
+def begin(rank: int, job: Job, meeting: str) -> None:
+    """Do a job as one of its ranks, which meet in a folder. What it raises is recorded, and the process ends with 1."""
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) | {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), job.mesh.world)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    launch = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": "ckpttool"}
-    os.environ.update({name: str(value) for name, value in (of_rank | of_all | meeting | launch).items()})
+    os.environ.update({name: str(value) for name, value in (of_rank | of_all).items()})
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
         open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
@@ -107,7 +90,7 @@ def begin(rank: int, job: Job, port: int) -> None:
         watch = Watch(job, rank, stack)
         watch.enter("start")
         try:
-            run(job, watch)
+            run(job, watch, f"file://{meeting}/store?rank={rank}&world_size={job.mesh.world}")
         except Exception as error:
             description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
             write(description, os.path.join(job.folder, f"rank{rank}.error.json"))
@@ -133,11 +116,11 @@ def _described(error: Exception, recipe: str) -> dict[str, Any]:
 # What a rank does ----------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
-    """Do the job, and write what was observed. `leave` ends the process group."""
+def run(job: Job, watch: Watch, meeting: str | None = None) -> None:
+    """Do the job, and write what was observed. `meeting` is where a process group of its own is formed, and ended."""
     switched_on = setup.deterministic(job)
     watch.enter("process group")
-    mesh = setup.join(job)
+    mesh = setup.join(job, meeting)
     seen = Seen(watch.rank, setup.replica(mesh), switched_on=switched_on)
     watch.enter("build")
     built = build(job, mesh)
@@ -152,7 +135,7 @@ def run(job: Job, watch: Watch, *, leave: bool = True) -> None:
     write(asdict(seen), os.path.join(job.folder, f"rank{watch.rank}.json"))
     dist.barrier()
     watch.end()
-    if leave:
+    if meeting is not None:
         dist.destroy_process_group()
 
 

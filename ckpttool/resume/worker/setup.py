@@ -46,17 +46,17 @@ def deterministic(job: Job) -> list[str]:
     return settings
 
 
-def join(job: Job) -> DeviceMesh:
+def join(job: Job, meeting: str | None = None) -> DeviceMesh:
     """Create the process group, if there is none yet, and return the mesh over it."""
-    join_group(job.device)
+    join_group(job.device, meeting)
     return init_device_mesh(job.device, job.mesh.sizes, mesh_dim_names=job.mesh.names)
 
 
-def join_group(device: str) -> None:
-    """Create the process group, if there is none yet."""
+def join_group(device: str, meeting: str | None = None) -> None:
+    """Create the process group, if there is none yet: of those that `torchrun` started, or at a URL of torch."""
     devices.take(device)
     if not dist.is_initialized():
-        dist.init_process_group(devices.backends(device))
+        dist.init_process_group(devices.backends(device), init_method=meeting)
 
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
