@@ -18,6 +18,7 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.resume import compare, states, window
 from ckpttool.resume.causes import OTHER_MODULE, Causes
+from ckpttool.resume.observe.site.state import sha
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.starts import Starts
 from ckpttool.resume.states import RunState, is_counter
@@ -210,7 +211,7 @@ def _values(path: str, lost: Mapping[str, str], after: RunState) -> dict[str, An
         for name, tensor in saved.every.items():
             if f"{tensor.dtype}{[*tensor.shape]}".removesuffix("]") in kinds:
                 text = _text(saved, name)
-                if text in lost and there.isdisjoint({*_of(tensor), states.sha(tensor.bits)}):
+                if text in lost and there.isdisjoint({*_of(tensor), sha(tensor.bits)}):
                     values[name] = text
         return values | {name: value for name, value in saved.objects.items() if name not in saved.every}
 

@@ -150,12 +150,13 @@ def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
     main = _text(job, f"rank{rank}.stack").rpartition("most recent call first):\n")[2]
     frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
     stack = [f"{file}:{line} in {what}" for file, line, what in frames]
+    phase = _text(job, f"rank{rank}.phase") or "the start of its process"
     if error is not None:
         message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
-        return Stuck(rank, error["phase"], error["where"], stack, message)
+        return Stuck(rank, phase, error["where"], stack, message)
     folder = os.path.dirname(os.path.abspath(job.recipe))
     own = (f"{os.path.basename(f)}:{line} in {what}" for f, line, what in frames if os.path.dirname(f) == folder)
-    return Stuck(rank, _text(job, f"rank{rank}.phase") or "the start of its process", next(own, None), stack)
+    return Stuck(rank, phase, next(own, None), stack)
 
 
 def _text(job: Job, name: str) -> str:

@@ -20,7 +20,6 @@ from ckpttool.catalogue.identity import same
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.transfer.numbers import Array
 
-_DIGITS = 16  # of a digest
 Record = dict[str, Any]
 """The state of one rank, as `observe/site/state.py` and `worker/record.py` write it."""
 
@@ -152,7 +151,7 @@ def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
     large one, that of other devices."""
     import numpy as np
 
-    from ckpttool.resume.observe.site.state import CHUNK, SMALL  # whose package imports this module
+    from ckpttool.resume.observe.site.state import CHUNK, DIGITS, SMALL  # whose package imports this module
 
     data = elements.reshape(-1).view(np.uint8)
     both = [hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode()) for _ in range(1 + (data.nbytes > SMALL))]
@@ -161,7 +160,7 @@ def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
         both[0].update(chunk.data)
         for digest in both[1:]:
             digest.update(_mixed(chunk))
-    return {digest.hexdigest()[:_DIGITS] for digest in both}
+    return {digest.hexdigest()[:DIGITS] for digest in both}
 
 
 def _mixed(data: Array) -> bytes:
@@ -175,11 +174,6 @@ def _mixed(data: Array) -> bytes:
     for factor in ONES[1:]:
         mixed = (mixed ^ (mixed >> 31)) * factor
     return int((mixed ^ (mixed >> 29)).sum()).to_bytes(8, "little", signed=True)
-
-
-def sha(elements: Any) -> str:
-    """Return the digest of the state of a generator, as the hook takes it."""
-    return hashlib.sha256(elements).hexdigest()[:_DIGITS]
 
 
 def is_counter(name: str) -> bool:

@@ -23,7 +23,8 @@ from torch.utils import _pytree
 
 from ckpttool.errors import UsageError
 from ckpttool.resume.job import Seen
-from ckpttool.resume.worker.setup import Built, local, sha256, sha256_of
+from ckpttool.resume.observe.site.state import local
+from ckpttool.resume.worker.setup import Built, sha256, sha256_of
 
 
 class RankObserver:

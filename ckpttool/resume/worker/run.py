@@ -92,7 +92,7 @@ def begin(rank: int, job: Job, meeting: str) -> None:
         try:
             run(job, watch, f"file://{meeting}/store?rank={rank}&world_size={job.mesh.world}")
         except Exception as error:
-            description = {**_described(error, job.recipe), "phase": watch.now, "at": time.time()}
+            description = _described(error, job.recipe)
             write(description, os.path.join(job.folder, f"rank{rank}.error.json"))
             traceback.print_exception(error)
             sys.stderr.flush()
@@ -107,7 +107,13 @@ def _described(error: Exception, recipe: str) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if os.path.dirname(frame.filename) == os.path.dirname(recipe)]
     where = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else None
-    description = {"ours": False, "type": type(error).__name__, "message": str(error), "where": where}
+    description = {
+        "at": time.time(),
+        "ours": False,
+        "type": type(error).__name__,
+        "message": str(error),
+        "where": where,
+    }
     if isinstance(error, CkptError):
         description |= {"ours": True, "message": error.message, "hint": error.hint, "facts": error.facts}
     return description

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -154,12 +153,6 @@ def _kind(key: str, value: Any) -> str:
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a tensor."""
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def sha256(value: torch.Tensor) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from .control import Perturbation
 from .keep import Keeper
-from .state import _DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha, write
+from .state import DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha, write
 
 Note = Callable[[str, BaseException], None]
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
@@ -42,14 +42,9 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
             did.append(what)
         except Exception as error:
             note(what, error)
-    try:
-        _count_steps(settings["folder"], torch)
-    except Exception as error:
-        note("the count of steps", error)
-    if settings["observe"] or settings["states"] or settings["control"]:
-        # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
-        gc.freeze()
-        Observer(settings, note, torch, keeper).start()
+    # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
+    gc.freeze()
+    Observer(settings, note, torch, keeper).start()
     write(settings["folder"], {"did": did})
 
 
@@ -74,24 +69,6 @@ def _set(torch: Any, path: str, name: str, value: bool) -> None:
     setattr(operator.attrgetter(path)(torch), name, value)
 
 
-def _count_steps(folder: str, torch: Any) -> None:
-    """Count the steps of all optimizers, without looking at what is in them."""
-    from torch.optim import optimizer as hooks
-
-    compiling = torch.compiler.is_compiling
-    letters: dict[int, bytes] = {}
-
-    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if compiling():  # a step that is compiled whole may have no write in its graph
-            return
-        letter = letters.setdefault(id(optimizer), b"abcdefghijklmnopqrstuvwxyz"[len(letters) % 26 :][:1])
-        # Opened for each step: a process that was forked has a file of its own.
-        with open(os.path.join(folder, f"count.{os.getpid()}"), "ab", buffering=0) as stream:
-            stream.write(letter if _trains(optimizer) else b"-")
-
-    hooks.register_optimizer_step_post_hook(count)
-
-
 def _trains(optimizer: Any) -> bool:
     """Return whether a step trains: DCP takes one without a learning rate and a gradient to create optimizer state."""
     if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
@@ -101,7 +78,7 @@ def _trains(optimizer: Any) -> bool:
 
 
 class Observer:
-    """Observes the steps of all optimizers of a process.
+    """Observes the steps of all optimizers of a process, and counts them.
 
     The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
     gradient of its own; what the data loaders gave since the step before is recorded beside it. Unless it is to
@@ -124,6 +101,7 @@ class Observer:
         self._sees_changes = self._saves is not None and not is_rounded  # in run A, which alone is asked for them
         self._recorder = Recorder(self._folder, torch, settings["states"], is_rounded=is_rounded)
         self._control = Perturbation(what, self._folder, torch) if what else None
+        self._letters: dict[int, bytes] = {}  # by the id of an optimizer
         self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
         self._losses: list[float] = []
         self._inputs: list[str] = []
@@ -232,6 +210,7 @@ class Observer:
     def _watch_optimizers(self) -> None:
         from torch.optim import optimizer as hooks
 
+        hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._count_step, one))
         hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._begin_step, one))
         if self._observe:
             hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._before_step, one))
@@ -310,6 +289,14 @@ class Observer:
         if not self._observe:
             self._inputs, self._fetched = [], []
 
+    def _count_step(self, optimizer: Any) -> None:
+        if self._torch.compiler.is_compiling():  # a step that is compiled whole may have no write in its graph
+            return
+        letter = self._letters.setdefault(id(optimizer), b"abcdefghijklmnopqrstuvwxyz"[len(self._letters) % 26 :][:1])
+        # Opened for each step: a process that was forked has a file of its own.
+        with open(os.path.join(self._folder, f"count.{os.getpid()}"), "ab", buffering=0) as stream:
+            stream.write(letter if _trains(optimizer) else b"-")
+
     def _before_step(self, optimizer: Any) -> None:
         if any(one is optimizer for one, _ in self._stepping):  # its last step has failed
             self._stepping.clear()
@@ -360,7 +347,7 @@ class Observer:
                 whole.update(f"{value.dtype}{list(value.shape)}".encode())
                 whole.update(elements(flat) if has_elements(local(value)) and len(flat := flat_on_cpu(value)) else b"")
                 any_ = True
-        return whole.hexdigest()[:_DIGITS] if any_ else None
+        return whole.hexdigest()[:DIGITS] if any_ else None
 
 
 def _square(torch: Any, tensor: Any) -> float:

@@ -26,7 +26,7 @@ from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
 
-_DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
+DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
 _MT19937 = 5056  # bytes of the state of torch's generator of the CPU
 CHUNK = 1 << 24  # bytes that are digested at once
 SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
@@ -317,9 +317,9 @@ def _generators(torch: Any) -> Iterator[tuple[str, bytes, tuple[int, bytes] | No
 # digests --------------------------------------------------------------------------------------------------------------
 
 
-def sha(data: bytes) -> str:
+def sha(data: Any) -> str:
     """Return a digest."""
-    return hashlib.sha256(data).hexdigest()[:_DIGITS]
+    return hashlib.sha256(data).hexdigest()[:DIGITS]
 
 
 def local(tensor: Any) -> Any:
@@ -401,7 +401,7 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
             mixed, some = _mixed(torch, chunk.view(torch.uint8))
             whole.update(mixed.to_bytes(8, "little", signed=True))
             is_zero = is_zero and not some
-    record: dict[str, Any] = {"sha256": whole.hexdigest()[:_DIGITS], "zero": is_zero}
+    record: dict[str, Any] = {"sha256": whole.hexdigest()[:DIGITS], "zero": is_zero}
     if tensor.numel() == 1 and own.numel() == 1 and not tensor.is_complex():
         record["value"] = _plain(own)
     return record
@@ -440,4 +440,4 @@ def _plain(value: Any) -> Any:
         value = {str(key): _plain(one) for key, one in value.items()}
     elif callable(value) or not isinstance(value, _PLAIN):
         value = type(value).__name__
-    return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
