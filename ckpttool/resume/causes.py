@@ -108,7 +108,7 @@ class Causes:
         pairs, names = self._swapped(names)
         for one, other in pairs:
             yield self._finding("swapped", f"the weights `{one}` and `{other}` are swapped", [one])
-        for own, instead in self._alike(names):
+        for instead, own in _grouped(names, self._instead):
             is_all = len(own) == len(every) and kind == "weight"
             differ = f"{len(own):,} of {plural(len(every), 'tensor')} differ" if len(every) > 1 else "it differs"
             how = instead or ("" if is_all else f"{differ} {self.when}")
@@ -116,11 +116,8 @@ class Causes:
             of_kind = "weights not restored" if kind == "weight" else OTHER_MODULE
             yield self._finding(of_kind, f"{message}: {how}" if how else f"{message} {self.when}", own)
 
-    def _alike(self, names: list[str]) -> Iterator[tuple[list[str], str]]:
-        """Yield names, and what their tensors are instead: zero, as they were built, ...; "" if that is unknown."""
-        yield from ((own, how) for how, own in _grouped(names, self._instead))
-
     def _instead(self, name: str) -> str:
+        """Return what a tensor is instead: zero, as it was built, ...; "" if that is unknown."""
         before, after = self.before, self.after
         if name not in after.kinds:
             return ""
@@ -198,7 +195,7 @@ class Causes:
 
     def _moments(self, names: list[str], every: list[str]) -> Iterator[RunDifference]:
         """Yield moments that were not restored, those of one kind and group together."""
-        for own, instead in self._alike(names):
+        for instead, own in _grouped(names, self._instead):
             leaves = [*dict.fromkeys(map(_leaf, own))]
             groups = sorted({self.before.kinds[name] for name in own})
             of = [name for name in every if _leaf(name) in leaves]
