@@ -10,7 +10,6 @@ import filecmp
 import json
 import os
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from ckpttool.analysis.saved_state import SavedState, compare, difference_names, leaves
@@ -65,16 +64,11 @@ def _document(path: str) -> dict[str, Any] | None:
 def compare_files(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
     """Compare what two runs wrote beside the checkpoints of the steps after the resume: a row for each step, and a
     finding for each file that differs and counts at the first step that has one."""
-    report, seen = starts.report, starts.seen
-
-    @cache
-    def known() -> set[str]:
-        return {name for one in (seen["A"], seen[reference.name]) for step in one.find() for name in one.beside(step)}
-
-    for step in shared(reference, run, run.resumed_at or 0):
-        before, after = seen[reference.name].beside(step), seen[run.name].beside(step)
-        noise = differing(before, seen["A2"].beside(step)) if "A2" in seen else {}
-        found = differing(before, after)
+    report, seen, at = starts.report, starts.seen, run.resumed_at or 0
+    for step in shared(reference, run, at):
+        before, after = seen[reference.name].beside(step, at), seen[run.name].beside(step, at)
+        noise = differing(before, seen["A2"].files(step)) if "A2" in seen else {}
+        found = differing(before, there := seen[run.name].files(step))
         judged = [file for file, names in found.items() if names - noise.get(file, set())]
         reasons = {
             file: "run A2 does not repeat it" if names else "it has neither tensors nor values"
@@ -88,12 +82,12 @@ def compare_files(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
             report.compared.append(Compared(f"step {step}: files beside", run.name, reference.name, *counts))
         # What only a run that was resumed writes is state of it, which nothing here can be compared with.
         new = after.keys() - before.keys()
-        new -= known() if new else set()
+        new -= {*seen["A"].files(), *seen[reference.name].files()} if new else set()
         more = [name for name in sorted(new) if _names(after[name], after[name]) is not None]
         for file, reason in (reasons | dict.fromkeys(more, f"run {reference.name} did not write it")).items():
             report.leave_out(file, reason)
         for file in judged:
-            how = f"differs: {some(sorted(found[file]))}" if file in after else "is missing"
+            how = f"differs: {some(sorted(found[file]))}" if file in there else "is missing"
             message = f"`{file}` of step {step} {how}"
             report.findings.append(RunDifference("file differs", message, run.name, name=file, step=step))
         if judged:

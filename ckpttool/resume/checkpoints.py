@@ -143,22 +143,30 @@ class Checkpoints:
             if self.why_not(path) is None
         }
 
-    def beside(self, step: int) -> dict[str, str]:
+    def beside(self, step: int, since: int = 0) -> dict[str, str]:
         """Return the files that were written with the checkpoint of a step, and are of none: by name, with their paths.
 
         Those of the last step are all that were written after the directory was kept last; without a hook, which looks
-        at the same moments in each run, there are only those.
+        at the same moments in each run, there are only those, and they are all that are not older than the checkpoint
+        of the step `since`.
         """
-        steps = [*self.find()]
-        if step != max(steps) and not self.is_kept_by_run():
-            return {}
+        steps = self.find()
         root, earlier = self._root(step), self._root(max((one for one in steps if one < step), default=None))
+        now = self._beside_in(root)
+        if not self.is_kept_by_run():
+            saved = max((written for _, _, written, _ in fingerprint(steps[since])), default=0) if since in steps else 0
+            is_last = step == max(steps)
+            return {name: path for name, (path, (_, written)) in now.items() if is_last and written >= saved}
         if root == earlier and step != max(steps):
             return {}
         is_before = earlier is not None and root != earlier and step not in self._in(earlier)
         before = self._beside_in(earlier) if is_before else {}
-        now = self._beside_in(root)
         return {name: path for name, (path, status) in now.items() if before.get(name, ("", None))[1] != status}
+
+    def files(self, step: int | None = None) -> dict[str, str]:
+        """Return the files that are of no checkpoint and were there at a step, or at any: by name, with their paths."""
+        roots = [self._root(step)] if step is not None else [*self._views.values(), self.out]
+        return {name: path for root in roots for name, (path, _) in self._beside_in(root).items()}
 
     def _root(self, step: int | None) -> str | None:
         """Return the output directory as it was when the checkpoint of a step was complete; of the last one of a run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -53,6 +54,24 @@ def test_a_checkpoint_without_a_file_that_another_has_is_not_complete(tmp_path: 
     assert found.complete(4, str(of_a)) is None
     saved(of_b / "optimizer.safetensors")
     assert Path(found.complete(4, str(of_a)) or "").name == "step-4"
+
+
+@pytest.mark.parametrize("looks", [(), (1, 2, 3), (2,)])
+def test_files_beside_the_last_checkpoint_are_the_same_whenever_it_was_looked(
+    looks: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Without a hook it is chance, whether the directory is looked at between two saves."""
+    out = tmp_path / "out"
+    found = Checkpoints("step-{step}.safetensors", str(out), str(tmp_path / "kept"))
+    for step in (1, 2, 3):
+        for number, name in enumerate((f"step-{step}", f"average-{step}", "state")):
+            os.utime(saved(out / f"{name}.safetensors"), (step, step + number / 10))
+        if step in looks:
+            found.find()
+    found.moved(str(out))
+    averages = {f"average-{step}.safetensors" for step in (1, 2, 3)}
+    assert {*found.beside(3, 2)} == {*averages - {"average-1.safetensors"}, "state.safetensors"}
+    assert not found.beside(2, 1) and {*found.files()} == {*averages, "state.safetensors"}
 
 
 def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
