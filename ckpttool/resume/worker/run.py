@@ -58,13 +58,11 @@ class Watch:
 
     def __init__(self, job: Job, rank: int, stack: TextIO) -> None:
         self.rank = rank
-        self.now = ""
         self._job = job
         self._stack = stack
 
     def enter(self, phase: str) -> None:
         """Begin a new phase, `step 3`."""
-        self.now = phase
         with open(os.path.join(self._job.folder, f"rank{self.rank}.phase"), "w", encoding="utf-8") as stream:
             stream.write(phase)
         faulthandler.dump_traceback_later(self._job.limit, exit=True, file=self._stack)
@@ -77,7 +75,9 @@ def begin(rank: int, job: Job, meeting: str) -> None:
     """Do a job as one of its ranks, which meet in a folder. What it raises is recorded, and the process ends with 1."""
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) | {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), job.mesh.world)
-    os.environ.update({name: str(value) for name, value in (of_rank | of_all).items()})
+    # Nobody listens there: the process group is formed before a recipe is called, and libraries ask for the names only.
+    nowhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in (of_rank | of_all | nowhere).items()})
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
         open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
@@ -90,10 +90,9 @@ def begin(rank: int, job: Job, meeting: str) -> None:
         watch = Watch(job, rank, stack)
         watch.enter("start")
         try:
-            run(job, watch, f"file://{meeting}/store?rank={rank}&world_size={job.mesh.world}")
+            run(job, watch, meeting)
         except Exception as error:
-            description = _described(error, job.recipe)
-            write(description, os.path.join(job.folder, f"rank{rank}.error.json"))
+            write(_described(error, job.recipe), os.path.join(job.folder, f"rank{rank}.error.json"))
             traceback.print_exception(error)
             sys.stderr.flush()
             # No clean-up of the process group, in which other ranks may be waiting.
@@ -123,7 +122,8 @@ def _described(error: Exception, recipe: str) -> dict[str, Any]:
 
 
 def run(job: Job, watch: Watch, meeting: str | None = None) -> None:
-    """Do the job, and write what was observed. `meeting` is where a process group of its own is formed, and ended."""
+    """Do the job, and write what was observed. With a folder `meeting`, in which the ranks meet, the process group ends
+    with the job."""
     switched_on = setup.deterministic(job)
     watch.enter("process group")
     mesh = setup.join(job, meeting)
