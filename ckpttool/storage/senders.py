@@ -79,6 +79,9 @@ class Senders:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if isinstance(error, SendingStopped):
+                # The block was filling a file, which a thread has stopped.
+                self._check()
             for thread in self._threads if error is None else ():
                 while thread.is_alive():
                     thread.join(_POLL)

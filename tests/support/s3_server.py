@@ -3,6 +3,8 @@
 server.put("run/step-1", folder)         uploads a folder
 server.faults.append(fault)              `fault(request)` returns what goes wrong, or None; see `Request`
 server.requests                          `["GET run/step-1/.metadata", ...]`
+
+Google's XML API is that of S3 with other headers: what its clients send is translated, and objects have generations.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class S3Server:
         """Empty the bucket, and forget all requests and faults."""
         self.faults: list[Callable[[Request], Fault | None]] = []
         self.requests: list[str] = []
+        self.generations: dict[str, int] = {}
         self.received = self.sent = 0  # bytes of bodies
         self.ask("POST", "/moto-api/reset")
         self.ask("PUT", f"/{BUCKET}")
@@ -134,6 +137,11 @@ class S3Server:
         text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
         return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
 
+    def uploads(self) -> list[str]:
+        """Return the names of objects of which parts were sent, and neither completed nor aborted."""
+        text = self.ask("GET", f"/{BUCKET}?uploads").body.decode()
+        return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
+
     def tags(self) -> dict[str, str]:
         """Return the tag of each object: those with the same one have the same bytes."""
         text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
@@ -164,12 +172,22 @@ class S3Server:
             return
         if fault.damages and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
+        generation = headers.pop("x-goog-if-generation-match", None)
+        if copied := headers.pop("x-goog-copy-source", None):
+            headers["x-amz-copy-source"] = f"/{copied}"
+        if generation == "0":
+            headers["if-none-match"] = "*"
+        if generation not in (None, "0", str(self.generations.get(name))):
+            fault = error(412, "PreconditionFailed")
         if fault.status:
             status, answered, data = fault.status, [("Content-Type", "application/xml")], fault.body
         else:
             answer = self.ask(handler.command, handler.path, body, headers)
             status, data = answer.status, answer.body
             answered = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
+            if status == 200 and handler.command in ("PUT", "POST"):
+                self.generations[name] = self.generations.get(name, 1000) + 1
+            answered.append(("x-goog-generation", str(self.generations.get(name, 1000))))
         if fault.loses:
             handler.close_connection = True
             return

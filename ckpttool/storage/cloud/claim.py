@@ -23,13 +23,14 @@ from typing import Any
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from ckpttool.errors import OverwriteError
-from ckpttool.storage.cloud.client import Client, StoredObject
+from ckpttool.storage.cloud.client import Client, Condition, StoredObject
 from ckpttool.storage.workspace import is_running, owner_now
 
 _SUFFIX = ".partial-0"
 _NAME = re.compile(r"\.(.+)\.partial-0")
 _RENEW = 30.0  # seconds
 _DEAD_AFTER = 600.0  # seconds without a renewal, whatever the clocks of two machines say
+_own: set[str] = set()  # tokens of the claims that this process holds
 
 
 @dataclass(slots=True)
@@ -68,6 +69,9 @@ class Claim:
     @property
     def is_held(self) -> bool:
         """Whether its run may go on."""
+        if self.owner.items() >= owner_now().items():
+            # The answer to a request of this process was lost, and the request was carried out later.
+            return self.owner.get("token") in _own
         return self.age < _DEAD_AFTER and not self.owner.get("ended") and is_running(self.owner)
 
     @property
@@ -148,7 +152,7 @@ class HeldClaim:
     commit: str | None = None
     before: str | None = None
     stale: list[str] = field(default_factory=list)
-    _tag: str | None = None
+    _condition: Condition | None = None
     _token: str = field(default_factory=partial(secrets.token_hex, 16))
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -156,15 +160,24 @@ class HeldClaim:
 
     def take(self, before: Claim | None) -> None:
         """Write the claim, in place of that of a run that has ended. Raises OverwriteError if another run has one."""
-        mode = "create" if before is None else {"e_tag": before.version.tag}
+        mode = "create" if before is None else before.version.condition
+        _own.add(self._token)
         try:
-            self._tag = self.client.put(name_of(self.key), self._content(), mode).result()
+            self._condition = self.client.put(name_of(self.key), self._content(), mode).result()
         except (AlreadyExistsError, PreconditionError):
             there = find(self.client, self.key)
             # Of our own attempt the answer may have been lost.
             if there is None or there.owner.get("token") != self._token:
+                _own.discard(self._token)
                 raise held(self.address, there) from None
-            self._tag = there.version.tag
+            self._condition = there.version.condition
+        except BaseException:
+            _own.discard(self._token)
+            with suppress(Exception):
+                there = find(self.client, self.key)
+                if there is not None and there.owner.get("token") == self._token:
+                    self.client.delete([there.name]).result()
+            raise
         threading.Thread(target=self._renew, name="ckpttool-claim", daemon=True).start()
 
     def _content(self) -> bytes:
@@ -177,13 +190,13 @@ class HeldClaim:
         with self._lock:
             self.check()
             try:
-                self._tag = self.client.put(name_of(self.key), self._content(), {"e_tag": self._tag}).result()
+                self._condition = self.client.put(name_of(self.key), self._content(), self._condition).result()
             except (PreconditionError, AlreadyExistsError, FileNotFoundError):
                 there = find(self.client, self.key)
                 if there is None or there.owner.get("token") != self._token:
                     self._lost.set()
                     raise held(self.address, there) from None
-                self._tag = there.version.tag
+                self._condition = there.version.condition
 
     @property
     def is_lost(self) -> bool:
@@ -198,6 +211,7 @@ class HeldClaim:
     def release(self, *, keep: bool = False) -> None:
         """End the renewal, and delete the claim; with `keep`, it says that the run has ended."""
         self._over.set()
+        _own.discard(self._token)
         if keep:
             self.update()
         elif not self.is_lost:

@@ -18,6 +18,7 @@ from obstore.exceptions import GenericError
 from ckpttool.storage.cloud import errors
 
 T = TypeVar("T")
+Condition = dict[str, str]  # `e_tag` and `version`, as far as a store has them
 AT_ONCE = 32  # requests
 _ATTEMPTS = 3  # where an answer broke off; obstore repeats requests that were not answered
 _PAGE = 1000  # names
@@ -27,11 +28,13 @@ _CALM = 0.05  # seconds
 
 
 class StoredObject(NamedTuple):
-    """What a store says of an object: its size, and what tells a version of it from another."""
+    """What a store says of an object: its size, and what tells a version of it from another. Google's conditions are on
+    its `generation`, which no listing has."""
 
     size: int
     tag: str | None
-    modified: Any
+    modified: Any = None
+    generation: str | None = None
 
     @classmethod
     def of(cls, meta: Any) -> StoredObject:
@@ -39,13 +42,23 @@ class StoredObject(NamedTuple):
         tag = meta["e_tag"]
         # Azure lists them without the quotes that they have elsewhere.
         is_bare = tag is not None and tag.startswith("0x")
-        return cls(meta["size"], '"' + tag + '"' if is_bare else tag, meta["last_modified"])
+        return cls(meta["size"], '"' + tag + '"' if is_bare else tag, meta["last_modified"], meta["version"])
+
+    @property
+    def condition(self) -> Condition:
+        """The `mode` of a `put` that replaces this version only."""
+        return _condition(self.tag, self.generation)
 
     def is_same(self, other: StoredObject) -> bool:
         """Return whether both are the same version. Where there are no tags, sizes and times decide."""
         if self.tag is not None and other.tag is not None:
             return self.size == other.size and self.tag == other.tag
         return self.size == other.size and self.modified == other.modified
+
+
+def _condition(tag: str | None, generation: str | None) -> Condition:
+    both = {"e_tag": tag, "version": generation}
+    return {name: value for name, value in both.items() if value is not None}
 
 
 class ChangedError(Exception):
@@ -70,40 +83,40 @@ class Client:
 
     def head(self, name: str) -> Future[StoredObject]:
         """Ask what an object is. FileNotFoundError if there is none."""
-        return self.start(partial(self._head, name))
+        return self._start_repeated(partial(self._head, name))
 
     def first(self, name: str, end: int) -> Future[tuple[StoredObject, memoryview]]:
         """Ask what an object is, and for its first bytes, of a server that lists nothing."""
-        return self.start(partial(self._range, name, 0, end))
+        return self._start_repeated(partial(self._range, name, 0, end))
 
     def read(self, name: str, start: int, end: int, known: StoredObject) -> Future[memoryview]:
         """Read a range of an object. ChangedError if it is not the one that is known."""
-        return self.start(partial(self._read, name, start, end, known))
+        return self._start_repeated(partial(self._read, name, start, end, known))
 
     def list_all(self, prefix: str, most: int) -> Future[dict[str, StoredObject]]:
         """List all objects below a prefix, of which one more than `most` is enough."""
-        return self.start(partial(self._list_all, prefix, most))
+        return self._start_repeated(partial(self._list_all, prefix, most))
 
     def list_folder(self, prefix: str) -> Future[tuple[list[str], dict[str, StoredObject]]]:
         """List the folders and the objects right below a prefix."""
-        return self.start(partial(self._list_folder, prefix))
+        return self._start_repeated(partial(self._list_folder, prefix))
 
     def get(self, name: str) -> Future[tuple[StoredObject, bytes]]:
         """Read a small object. FileNotFoundError if there is none."""
-        return self.start(partial(self._get, name))
+        return self._start_repeated(partial(self._get, name))
 
-    def put(self, name: str, data: Any, mode: Any = None, **options: Any) -> Future[str | None]:
-        """Write an object of bytes, or of an iterator of blocks of `chunk_size`, in one step, and return its tag.
-        `mode` is `create`, or what the object has to be: `{"e_tag": ...}`."""
+    def put(self, name: str, data: Any, mode: Any = None, **options: Any) -> Future[Condition]:
+        """Write an object of bytes, or of an iterator of blocks of `chunk_size`, in one step, and return its
+        `condition`. `mode` is `create`, or the condition of what is replaced."""
         return self.start(partial(self._put, name, data, mode, options))
 
     def copy(self, name: str, to: str, known: StoredObject) -> Future[None]:
         """Copy an object within the store, whose bytes stay there unless they are more than S3 copies."""
-        return self.start(partial(self._copy, name, to, known))
+        return self._start_repeated(partial(self._copy, name, to, known))
 
     def delete(self, names: Sequence[str]) -> Future[None]:
         """Delete objects; those that are not there do not matter."""
-        return self.start(partial(self._delete, names))
+        return self._start_repeated(partial(self._delete, names))
 
     def start(self, request: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a request, which waits for its turn."""
@@ -123,6 +136,20 @@ class Client:
                 asyncio.run_coroutine_threadsafe(_give_up(), loop).result(5)
             loop.call_soon_threadsafe(loop.stop)
 
+    def _start_repeated(self, request: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start a request that is made again if its answer breaks off."""
+
+        async def repeated() -> T:
+            for _ in range(_ATTEMPTS - 1):
+                try:
+                    return await request()
+                except (GenericError, errors.ShortError) as error:
+                    if not errors.is_broken(error):
+                        raise
+            return await request()
+
+        return self.start(repeated)
+
     async def _in_turn(self, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
         self._places = self._places or asyncio.Semaphore(AT_ONCE)
         async with self._places:
@@ -138,21 +165,15 @@ class Client:
         # By a weak tag no server compares.
         if known is not None and known.tag is not None and not known.tag.startswith("W/"):
             options["if_match"] = known.tag
-        for attempt in range(_ATTEMPTS):
-            try:
-                result = await obstore.get_async(self._store, name, options=options)
-                data = memoryview(await result.bytes_async())
-            except GenericError as error:
-                if attempt == _ATTEMPTS - 1 or not errors.is_broken(error):
-                    raise
-                continue
-            there = StoredObject.of(result.meta)
-            if known is not None and not known.is_same(there):
-                raise ChangedError
-            expected = min(end, there.size) - start
-            if len(data) == expected:
-                return there, data
-        raise errors.ShortError(len(data), expected)
+        result = await obstore.get_async(self._store, name, options=options)
+        data = memoryview(await result.bytes_async())
+        there = StoredObject.of(result.meta)
+        if known is not None and not known.is_same(there):
+            raise ChangedError
+        expected = min(end, there.size) - start
+        if len(data) != expected:
+            raise errors.ShortError(len(data), expected)
+        return there, data
 
     async def _read(self, name: str, start: int, end: int, known: StoredObject) -> memoryview:
         return (await self._range(name, start, end, known))[1]
@@ -173,8 +194,9 @@ class Client:
         result = await obstore.get_async(self._store, name)
         return StoredObject.of(result.meta), bytes(await result.bytes_async())
 
-    async def _put(self, name: str, data: Any, mode: Any, options: dict[str, Any]) -> str | None:
-        return (await obstore.put_async(self._store, name, data, mode=mode, **options))["e_tag"]
+    async def _put(self, name: str, data: Any, mode: Any, options: dict[str, Any]) -> Condition:
+        result = await obstore.put_async(self._store, name, data, mode=mode, **options)
+        return _condition(result["e_tag"], result["version"])
 
     async def _copy(self, name: str, to: str, known: StoredObject) -> None:
         if known.size <= LARGEST_COPY:

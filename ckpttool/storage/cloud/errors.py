@@ -28,6 +28,7 @@ _SAYS = re.compile(r"<Message>([^<]*)")
 _BROKEN = re.compile(
     r"error decoding response body|response body error|connection (closed|reset)|incomplete message", re.I
 )
+_PART = re.compile(r"[?&](partNumber|blockid)=")  # of an object that is completed by another request
 _AGAIN = "run the command again"
 # What is in the text, also in the part for developers, of errors without a status; why, and what to do.
 _WITHOUT_STATUS = (
@@ -38,7 +39,7 @@ _WITHOUT_STATUS = (
     ),
     (_BROKEN, "the connection broke several times", _AGAIN),
     (
-        re.compile(r"invalid list response", re.I),
+        re.compile(r"invalid \w+ response|unable to extract metadata", re.I),
         "the answer is not that of an object store",
         f"check the endpoint and the proxy, and {_AGAIN}",
     ),
@@ -74,9 +75,19 @@ class ShortError(Exception):
         super().__init__(f"the server sent {found} bytes instead of {expected}")
 
 
+def may_be_done(error: BaseException) -> bool:
+    """Return whether the store may have done what was asked, or still do it: it gave no answer, or none that says."""
+    text = _first_lines(error)
+    status = _STATUS.search(text)
+    is_refusal = isinstance(error, FileNotFoundError | AlreadyExistsError | PreconditionError) or (
+        status is not None and (status[1] < "500" or status[1] == "503")
+    )
+    return isinstance(error, BaseError) and not is_refusal and _PART.search(text) is None
+
+
 def is_broken(error: BaseException) -> bool:
     """Return whether an answer broke off, after which a request can be made again."""
-    return _BROKEN.search(_first_lines(error)) is not None
+    return isinstance(error, ShortError) or _BROKEN.search(_first_lines(error)) is not None
 
 
 @contextmanager
@@ -142,7 +153,7 @@ def _reason(error: BaseException, text: str, code: str, status: int, log_in: str
         return f"the credentials are not valid{shown}", log_in
     if isinstance(error, PermissionDeniedError) or status == 403:
         return f"the credentials do not allow this{shown}", log_in
-    if status == 429 or status >= 500 or code == "SlowDown":
+    if status == 429 or status >= 500 or code in ("SlowDown", "InternalError"):
         return f"the store has failed several times{shown}", f"wait a minute, and {_AGAIN}"
     if status:
         return f"the store refused the request{shown}" + (f": {_clean(says[1])}" if says else ""), None

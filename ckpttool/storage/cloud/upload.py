@@ -17,6 +17,7 @@ import os
 import posixpath
 import re
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -178,6 +179,8 @@ class _BucketUpload:
         self._claim = HeldClaim(client, address, key, [])
         self._is_claimed = False
         self._sent: dict[str, _Sent] = {}  # by the name in the destination
+        self._unanswered: set[str] = set()  # objects that may still arrive
+        self._may_leave_parts = False
         self._total, self._done = 0, 0
         self._lock = threading.Lock()
 
@@ -201,6 +204,7 @@ class _BucketUpload:
             self._left = {name: there.pop(name) for name in before.left(there)}
             if before.is_complete(there):
                 with self._translated():
+                    claims.abort_uploads(self._address, self._key)
                     self._client.delete([*self._left, before.name]).result()
                 self._before, self._left = None, {}
         self._existing = there
@@ -250,10 +254,11 @@ class _BucketUpload:
             assert begun is not None
             if not writers.is_first:
                 self._left, self._existing = (
-                    {name: StoredObject(one[0], one[1], None) for name, one in rows.items()} for rows in begun
+                    {name: StoredObject(one[0], one[1]) for name, one in rows.items()} for rows in begun
                 )
-            for rows in writers.gather(lambda: self._send_all(first)):
+            for rows, may_leave_parts in writers.gather(lambda: (self._send_all(first), self._may_leave_parts)):
                 self._sent |= {key: _Sent(*row) for key, row in rows.items()}
+                self._may_leave_parts |= may_leave_parts
             writers.gather(lambda: self._end(last(), is_index))
         except (RemoteError, StorageError, KeyboardInterrupt) as error:
             self._clean_up(keep=resume, error=error)
@@ -273,7 +278,7 @@ class _BucketUpload:
         with self._translated():
             self._claim.take(self._before)
             self._is_claimed = True
-            if self._left:
+            if self._before is not None:
                 claims.abort_uploads(self._address, self._key)
         return [{name: one[:2] for name, one in rows.items()} for rows in (self._left, self._existing)]
 
@@ -291,8 +296,8 @@ class _BucketUpload:
             for file in own:
                 senders.take_place()
                 stream = self._streamed(file)
-                made = self._written(file) if stream is None else stream
-                senders.start(partial(self._send, file, made, senders.stopped, mode, is_last=is_last))
+                body = self._written(file) if stream is None else stream
+                senders.start(partial(self._send, file, body, senders.stopped, mode, is_last=is_last))
                 if stream is not None:
                     stream.fill()
         return self._sent
@@ -318,7 +323,7 @@ class _BucketUpload:
     def _send(
         self,
         file: Outgoing,
-        made: str | StreamedFile,
+        body: str | StreamedFile,
         stopped: threading.Event,
         mode: Any = None,
         *,
@@ -328,9 +333,9 @@ class _BucketUpload:
         is put aside if its name is taken, unless it is the last."""
         name = self._key_of(file.name)
         address = self._address if self._is_file else f"{self._address}/{file.name}"
-        failing = made.failing() if isinstance(made, StreamedFile) else nullcontext()
+        failing = body.failing() if isinstance(body, StreamedFile) else nullcontext()
         with failing, errors.translate_errors(address, "write"):
-            local = _LocalFile(made, stopped, self._claim.check)
+            local = _LocalFile(body, stopped, self._claim.check)
             key = name if is_last else self._free(name)
             known = [(one, self._existing.get(one) or self._left.get(one)) for one in (name, key)]
             same = [
@@ -351,28 +356,44 @@ class _BucketUpload:
         with self._lock:
             self._sent[name] = _Sent(key, local.size, tag, status, compared)
             self._done += local.size
-        if file.path is None and isinstance(made, str):
-            with os_errors(made, "write"):
-                os.remove(made)
+        if file.path is None and isinstance(body, str):
+            with os_errors(body, "write"):
+                os.remove(body)
 
     def _put(self, name: str, local: _LocalFile, mode: Any) -> str | None:
+        """Send an object, and return its tag."""
         for attempt in range(_ATTEMPTS):
+            self._unanswered.add(name)
             try:
-                return self._client.put(name, local.data(), mode, **local.options()).result()
-            except (AlreadyExistsError, PreconditionError):
-                # The answer to our own request may have been lost.
-                try:
-                    there = self._client.head(name).result()
-                except FileNotFoundError:  # it is gone again
-                    raise errors.written_meanwhile(self._address) from None
-                if there.size == local.size and self._md5(name, there, local) == local.md5():
-                    return there.tag
-                raise self._taken() from None
-            except BaseError as error:
-                if attempt == _ATTEMPTS - 1 or local.is_streamed or not errors.is_broken(error):
+                tag = self._client.put(name, local.data(), mode, **local.options()).result().get("e_tag")
+            except BaseException as error:
+                self._may_leave_parts |= local.is_large
+                if not (local.is_given and errors.may_be_done(error)):
+                    self._unanswered.discard(name)
+                if not isinstance(error, BaseError | FileNotFoundError):
                     raise
-            local.check()
+                # The answer to our own request, or to an earlier attempt at it, may have been lost.
+                there = self._there(name) if local.is_given else None
+                if there is not None and there.size == local.size and self._md5(name, there, local) == local.md5():
+                    tag = there.tag
+                elif isinstance(error, AlreadyExistsError | PreconditionError):
+                    raise errors.written_meanwhile(self._address) if there is None else self._taken() from None
+                elif attempt == _ATTEMPTS - 1 or (local.is_streamed and local.is_begun) or not errors.is_broken(error):
+                    raise
+                else:
+                    local.check()
+                    continue
+            self._unanswered.discard(name)
+            # The request that begins to send parts was made again if it was not answered.
+            self._may_leave_parts |= local.waited >= addresses.FIRST_WAIT
+            return tag
         raise AssertionError
+
+    def _there(self, name: str) -> StoredObject | None:
+        """Return what an object is, None if there is none."""
+        with suppress(FileNotFoundError):
+            return self._client.head(name).result()
+        return None
 
     def _compare(self, key: str, local: _LocalFile, tag: str | None) -> int:
         """Return how many bytes have the checksum of what was sent. Raises RemoteError if an object has another."""
@@ -421,6 +442,8 @@ class _BucketUpload:
             claim.stale = [key for key in self._replaced if key not in (*self._sent, name)]
             if last is not None:
                 self._commit(last, name, self._existing.get(name))
+            if self._may_leave_parts:
+                claims.abort_uploads(self._address, self._key)
             left = [key for key in self._left if key not in self._sent]
             self._client.delete([*claim.stale, *left, *(one.key for one in aside.values())]).result()
             claim.release()
@@ -434,11 +457,11 @@ class _BucketUpload:
         claim.update()
         if self._sent:
             self._check_sent()
-        mode: Any = {"e_tag": there.tag} if there is not None and there.tag is not None else "create"
-        if last.size > PART or name in self._left:
-            # In parts, which no store sends on a condition.
-            self._check_same(name, there)
-            mode = None
+        mode: Any = "create"
+        if there is not None or last.size > PART or name in self._left:
+            now = self._checked(name, there or self._left.get(name))
+            # In parts, no store sends on a condition.
+            mode = None if now is None or last.size > PART or name in self._left else now.condition
         self._send_all([last], mode, is_last=True)
 
     def _replace(self, aside: dict[str, _Sent], is_index: Callable[[str], bool]) -> None:
@@ -452,7 +475,7 @@ class _BucketUpload:
         self._client.delete(indexes).result()
         for key in indexes:
             del self._existing[key]
-        known = {key: StoredObject(one.nbytes, one.tag, None) for key, one in aside.items()}
+        known = {key: StoredObject(one.nbytes, one.tag) for key, one in aside.items()}
         for copying in [self._client.copy(one.key, key, known[key]) for key, one in aside.items()]:
             copying.result()
         self._claim.check()
@@ -469,38 +492,39 @@ class _BucketUpload:
             if not is_same:
                 raise self._different(key, "missing" if found is None else f"{found.size} bytes, tag {found.tag}")
 
-    def _check_same(self, name: str, there: StoredObject | None) -> None:
-        """Raise OverwriteError if an object is there that was not, or another one."""
-        with suppress(FileNotFoundError):
-            now = self._client.head(name).result()
-            known = there or self._left.get(name)
-            if known is None or not known.is_same(now):
-                raise self._taken()
+    def _checked(self, name: str, known: StoredObject | None) -> StoredObject | None:
+        """Return what is there now, None for nothing. Raises OverwriteError if it was not, or another one."""
+        now = self._there(name)
+        if now is not None and (known is None or not known.is_same(now)):
+            raise self._taken()
+        return now
 
     def _clean_up(self, *, keep: bool, error: BaseException) -> None:
         """Delete what this run has sent. With `keep`, the claim says what that is, and so it does where others may
-        still be sending; and behind the last object what is left of the old checkpoint."""
-        folder = self._address.rpartition("/")[0]
+        still be sending, or something may still arrive; and behind the last object what is left of the old
+        checkpoint."""
+        clean = f"`ckpttool clean {self._address.rpartition('/')[0]} --yes`"
         try:
             is_over = self._writers.ended(error)
             if self._is_claimed and not self._claim.is_lost:
-                if self._is_complete():
+                commit = self._claim.commit
+                there = None if commit is None else self._there(commit)
+                if there is not None and there.tag != self._claim.before:
                     keep = True
-                    _add_hint(
-                        error, f"`{self._address}` is complete; `ckpttool clean {folder} --yes` removes what is left"
-                    )
+                    _add_hint(error, f"`{self._address}` is complete; {clean} removes what is left")
+                elif commit in self._unanswered:
+                    # What it would complete stays: it may arrive any time.
+                    keep = True
+                    _add_hint(error, f"`{self._address}` may still become complete; {clean} removes it if it does not")
+                elif self._unanswered:
+                    _add_hint(error, f"{clean} removes what arrives late")
                 if not keep:
                     self._client.delete(self._claim.names).result()
-                self._claim.release(keep=keep or not is_over)
+                if self._may_leave_parts or self._writers is not ALONE:
+                    claims.abort_uploads(self._address, self._key)
+                self._claim.release(keep=keep or bool(self._unanswered) or not is_over)
         except Exception:
-            _add_hint(error, f"what was sent is left: `ckpttool clean {folder} --yes` removes it")
-
-    def _is_complete(self) -> bool:
-        """Return whether the last object is there, whatever came of the request."""
-        with suppress(FileNotFoundError):
-            commit = self._claim.commit
-            return commit is not None and self._client.head(commit).result().tag != self._claim.before
-        return False
+            _add_hint(error, f"what was sent is left: {clean} removes it")
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -509,25 +533,36 @@ class _BucketUpload:
 
 class _LocalFile:
     """A file of this machine, or one that is being filled, that is sent in parts. Its reader raises once `stopped`,
-    which aborts the transfer."""
+    which aborts the transfer. `is_begun` says that a part was taken, after `waited` seconds, and `is_given` all."""
 
-    def __init__(self, made: str | StreamedFile, stopped: threading.Event, check: Callable[[], None]) -> None:
-        self._made, self._stopped, self.check = made, stopped, check
-        self.is_streamed = isinstance(made, StreamedFile)
-        self.size = made.size if isinstance(made, StreamedFile) else local_path(made).size()
+    def __init__(self, body: str | StreamedFile, stopped: threading.Event, check: Callable[[], None]) -> None:
+        self._body, self._stopped, self.check = body, stopped, check
+        self.is_streamed = isinstance(body, StreamedFile)
+        self.size = body.size if isinstance(body, StreamedFile) else local_path(body).size()
         self.part = _part_of(self.size)
+        self.is_large = self.size > self.part
+        self.is_begun, self.waited = False, 0.0
         self._md5: str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return self._md5 is not None
 
     def options(self) -> dict[str, Any]:
         """Return how it is sent."""
-        is_large = self.size > self.part
-        return {"use_multipart": is_large, "chunk_size": self.part, "max_concurrency": _PARTS_AT_ONCE}
+        return {"use_multipart": self.is_large, "chunk_size": self.part, "max_concurrency": _PARTS_AT_ONCE}
 
     def data(self) -> bytes | memoryview | Iterator[bytes | memoryview]:
         """Return its bytes, or an iterator of them, which notes their digest."""
-        if self.size > self.part:
-            return self._parts()
-        return next(self._parts(), b"")
+        if not self.is_large:
+            return b"".join(self._parts())
+        asked = time.monotonic()
+
+        def parts() -> Iterator[bytes | memoryview]:
+            self.is_begun, self.waited = True, time.monotonic() - asked
+            yield from self._parts()
+
+        return parts()
 
     def md5(self) -> str:
         """Return the MD5 that S3 has of a file: of it, or of the digests of its parts."""
@@ -539,13 +574,13 @@ class _LocalFile:
 
     def _parts(self) -> Iterator[bytes | memoryview]:
         digests = []
-        for part in self._made.parts() if isinstance(self._made, StreamedFile) else self._read(self._made):
+        for part in self._body.parts() if isinstance(self._body, StreamedFile) else self._read(self._body):
             if self._stopped.is_set():
                 raise SendingStopped
             self.check()
             digests.append(hashlib.md5(part, usedforsecurity=False))
             yield part
-        self._md5 = _joined(digests, is_large=self.size > self.part)
+        self._md5 = _joined(digests, is_large=self.is_large)
 
     def _read(self, path: str) -> Iterator[bytes]:
         with os_errors(path, "read"), open(path, "rb") as stream:

@@ -218,7 +218,7 @@ def pid_of(launcher: int, rank: int) -> int | None:
     return None
 
 
-def kill_rank(server: S3Server, rank: int, requests: int) -> bool:
+def kill_rank(server: S3Server, src: str, rank: int, requests: int) -> bool:
     """Start a conversion on two ranks, kill one after so many requests of both, and wait until all have ended."""
     reached = threading.Event()
 
@@ -229,7 +229,7 @@ def kill_rank(server: S3Server, rank: int, requests: int) -> bool:
 
     server.requests.clear()
     server.faults = [count]
-    words = ["-m", "ckpttool", "convert", DCP, "s3://bucket/out/step-3", "--to", "dcp", "--to-world", "4"]
+    words = ["-m", "ckpttool", "convert", src, "s3://bucket/out/step-3", "--to", "dcp", "--to-world", "4"]
     running = start(TORCHRUN, 2, *words)
     while running.poll() is None and not reached.is_set():
         time.sleep(0.001)
@@ -245,40 +245,47 @@ def kill_rank(server: S3Server, rank: int, requests: int) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "requests"), [(0, 9), (1, 8), (1, 10), (0, 12), (1, 13)])
 def test_a_process_of_two_is_killed(rank: int, requests: int, server: S3Server) -> None:
-    kill_rank(server, rank, requests)
-    check_after_a_kill(server)
+    kill_rank(server, DCP, rank, requests)
+    check_after_a_kill(server, DCP)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * 3600)
-def test_processes_are_killed_at_random(server: S3Server) -> None:
-    """One of two, at any of the requests of both: about 20 of them, and 3 behind the last object."""
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 24), (80 << 20, 38)], ids=["small", "streamed"])
+def test_processes_are_killed_at_random(nbytes: int, most: int, server: S3Server, tmp_path: Path) -> None:
+    """One of two, at any of the requests of both: about 20 of them, and 3 behind the last object. `streamed`: each of
+    four files has three parts."""
+    src = DCP
+    if nbytes:
+        src = str(tmp_path / "large.pt")
+        torch.save({f"w{i}": torch.rand(nbytes // 4 // 12) for i in range(12)}, src)
     rng = random.Random(34)
     seen = Counter[str]()
     for _ in range(int(os.environ.get("KILLS", "50"))):
         server.clear()
-        rank, requests = rng.randrange(2), rng.randrange(1, 24)
+        rank, requests = rng.randrange(2), rng.randrange(1, most)
         began = time.monotonic()
-        is_killed = kill_rank(server, rank, requests)
-        seconds = time.monotonic() - began
-        is_there = check_after_a_kill(server)
+        is_killed = kill_rank(server, src, rank, requests)
+        seconds, parts = time.monotonic() - began, len(server.uploads())
+        is_there = check_after_a_kill(server, src)
         seen[f"rank {rank}, {'killed' if is_killed else 'ended'}, {'complete' if is_there else 'none'}"] += 1
-        print(f"rank {rank} after {requests} requests: {is_killed=} {is_there=} {seconds:.0f} s", flush=True)
+        print(f"rank {rank} after {requests}: {is_killed=} {is_there=} {parts} uploads {seconds:.0f} s", flush=True)
     print(sorted(seen.items()))
     assert any("killed, none" in one for one in seen)
 
 
-def check_after_a_kill(server: S3Server) -> bool:
-    """The destination is whole, which is returned, or no checkpoint; the next run succeeds, and leaves nothing."""
+def check_after_a_kill(server: S3Server, src: str) -> bool:
+    """The destination is whole, which is returned, or no checkpoint; the next run succeeds, and leaves nothing, also no
+    part."""
     if is_there := "out/step-3/.metadata" in server.names():
-        assert ckpttool.diff(DCP, "s3://bucket/out/step-3").same
+        assert ckpttool.diff(src, "s3://bucket/out/step-3").same
     else:
         with pytest.raises(CkptError):
             ckpttool.inspect("s3://bucket/out/step-3")
     try:
-        ckpttool.convert(DCP, "s3://bucket/out/step-3", to="dcp", to_world=4)
+        ckpttool.convert(src, "s3://bucket/out/step-3", to="dcp", to_world=4)
     except OverwriteError:
         assert is_there
-    assert ckpttool.diff(DCP, "s3://bucket/out/step-3").same
-    assert len(server.names()) == 6 and not leftovers(server)
+    assert ckpttool.diff(src, "s3://bucket/out/step-3").same
+    assert len(server.names()) == 6 and not leftovers(server) and server.uploads() == []
     return is_there

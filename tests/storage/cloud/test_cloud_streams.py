@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,74 @@ def test_what_fails(
     server.faults.clear()
     assert server.names() == [] and len(streams) == 1
     assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
+
+
+FAULTS = {
+    "503": error(503, "SlowDown"),
+    "500": error(500, "InternalError"),
+    "cut": Fault(drops=True),
+    "refused": Fault(refuses=True),
+    "lost": Fault(loses=True),
+    "damaged": Fault(damages=True),
+    "changed": Fault(changes=True),
+    "412": error(412, "PreconditionFailed"),
+    "409": error(409, "ConditionalRequestConflict"),
+    "404": error(404, "NoSuchUpload"),
+    "expired": error(403, "ExpiredToken"),
+    "skewed": error(403, "RequestTimeTooSkewed"),
+    "error in 200": error(200, "InternalError"),
+    "nothing": Fault(200),
+    "page": Fault(200, b"<html>hello</html>"),
+}
+PLACES: dict[str, Callable[[Request], bool]] = {
+    "list": lambda r: r.method == "GET" and "list-type" in r.query,
+    "claim": lambda r: r.method == "PUT" and r.name.endswith(".partial-0"),
+    "look": lambda r: r.method == "GET" and r.name.endswith(".partial-0"),
+    "begin": lambda r: r.method == "POST" and r.query.startswith("uploads"),
+    "part": lambda r: r.method == "PUT" and "partNumber=2" in r.query,
+    "last part": lambda r: r.method == "PUT" and "partNumber=5" in r.query,
+    "complete": lambda r: r.method == "POST" and r.query.startswith("uploadId"),
+    "small": lambda r: r.method == "PUT" and r.name.endswith("integrity.json"),
+    "index": lambda r: r.method == "PUT" and r.name.endswith(".metadata"),
+    "delete": lambda r: r.method == "POST" and r.query.startswith("delete"),
+}
+PASSING = ("503", "500", "cut", "refused", "lost")
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_fault_everywhere(
+    kind: str, place: str, lasts: bool, sources: dict[str, str], streams: list[int], server: S3Server
+) -> None:
+    """While two files are sent: the result is right or an error says why, and what is left is nothing, or a complete
+    checkpoint, or what the next run removes."""
+    src, dst = sources["full.pt"], "s3://bucket/out/step-3"
+    reached = [0]
+
+    def decide(request: Request) -> Fault | None:
+        if not PLACES[place](request):
+            return None
+        reached[0] += 1
+        return FAULTS[kind] if lasts or reached[0] == 1 else None
+
+    server.faults = [decide]
+    error: CkptError | None = None
+    try:
+        ckpttool.convert(src, dst, to="dcp", to_world=2)
+    except CkptError as raised:
+        error = raised
+    server.faults.clear()
+    assert reached[0] and not server.uploads()
+    assert lasts or kind not in PASSING or error is None, error
+    names = server.names()
+    is_complete = "out/step-3/.metadata" in names
+    assert error is not None or is_complete
+    if is_complete:
+        assert ckpttool.diff(src, dst).same
+        assert error is None or "is complete" in str(error.hint)
+    elif names:
+        assert error is not None and "ckpttool clean s3://bucket/out --yes" in str(error.hint)
+    ckpttool.convert(src, dst, to="dcp", to_world=2, overwrite=is_complete)
+    assert len(server.names()) == 4 and not server.uploads() and ckpttool.diff(src, dst).same

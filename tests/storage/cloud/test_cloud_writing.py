@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,7 +363,7 @@ def test_of_two_writers_one_is_told(server: S3Server) -> None:
     assert ckpttool.diff(done[0], DST).same
 
 
-def kill_after(server: S3Server, requests: int, *words: str) -> bool:
+def kill_after(server: S3Server, src: str, requests: int, *words: str) -> bool:
     """Start a conversion, kill it after so many of its requests, and return whether it had not ended before."""
     reached = threading.Event()
 
@@ -373,51 +374,64 @@ def kill_after(server: S3Server, requests: int, *words: str) -> bool:
 
     server.requests.clear()
     server.faults = [count]
-    process = spawn(
-        "convert", FULL, DST, "--to", "dcp", "--to-world", "3", *words, env=environment(**variables(server))
-    )
+    options = ["--to", "dcp", "--to-world", "3", *words]
+    process = spawn("convert", src, DST, *options, env=environment(**variables(server)))
     while process.poll() is None and not reached.is_set():
         time.sleep(0.001)
     is_killed = process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    time.sleep(0.05)
+    time.sleep(0.3)  # what is on its way arrives
     server.faults.clear()
     return is_killed
 
 
-def check_after_a_kill(server: S3Server) -> None:
-    """The destination is whole or no checkpoint, and the next run succeeds and leaves nothing behind."""
+def check_after_a_kill(server: S3Server, src: str) -> bool:
+    """The destination is whole, which is returned, or no checkpoint; the next run succeeds, and leaves nothing behind,
+    also no part."""
     is_there = "out/step-3/.metadata" in server.names()
     if is_there:
-        assert ckpttool.diff(FULL, DST).same
+        assert ckpttool.diff(src, DST).same
     else:
         with pytest.raises(CkptError):
             ckpttool.inspect(DST)
     try:
-        ckpttool.convert(FULL, DST, to="dcp", to_world=3)
+        ckpttool.convert(src, DST, to="dcp", to_world=3)
     except OverwriteError:
         assert is_there
-    assert ckpttool.diff(FULL, DST).same
+    assert ckpttool.diff(src, DST).same
     assert server.names() == sorted(
         f"out/step-3/{n}" for n in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "integrity.json")
     )
+    assert server.uploads() == []
+    return is_there
 
 
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("requests", [4, 8, 13])
 def test_a_killed_run(requests: int, server: S3Server) -> None:
-    assert kill_after(server, requests)
-    check_after_a_kill(server)
+    assert kill_after(server, FULL, requests)
+    check_after_a_kill(server, FULL)
 
 
 @pytest.mark.long
-def test_runs_that_are_killed_at_random(server: S3Server) -> None:
+@pytest.mark.parametrize(("nbytes", "requests"), [(0, 18), (60 << 20, 32)], ids=["small", "streamed"])
+def test_runs_that_are_killed_at_random(nbytes: int, requests: int, server: S3Server, tmp_path: Path) -> None:
+    """`streamed`: each of three files has three parts."""
+    src = FULL
+    if nbytes:
+        src = str(tmp_path / "large.pt")
+        torch.save({f"w{i}": torch.rand(nbytes // 4 // 12) for i in range(12)}, src)
     rng = random.Random(1)
-    for _ in range(50):
+    seen = Counter[str]()
+    for _ in range(int(os.environ.get("KILLS", "50"))):
         server.clear()
-        kill_after(server, rng.randrange(1, 18))
-        check_after_a_kill(server)
+        is_killed = kill_after(server, src, rng.randrange(1, requests))
+        parts = len(server.uploads())
+        is_there = check_after_a_kill(server, src)
+        seen[f"{is_killed=}, {parts} uploads left, {is_there=}"] += 1
+    print(sorted(seen.items()))
+    assert not nbytes or any("0 uploads" not in one for one in seen)
 
 
 @pytest.mark.long
@@ -428,7 +442,7 @@ def test_runs_that_replace_are_killed_at_random(server: S3Server) -> None:
     for _ in range(30):
         server.clear()
         ckpttool.convert(DCP, DST, to="dcp")
-        kill_after(server, rng.randrange(8, 32), "--overwrite")
+        kill_after(server, FULL, rng.randrange(8, 32), "--overwrite")
         try:
             ckpttool.inspect(DST)
             found = "old" if ckpttool.diff(DCP, DST).same else "new"
@@ -490,7 +504,7 @@ def test_what_is_sent_is_checked(server: S3Server, tmp_path: Path) -> None:
 
 def test_clean(server: S3Server, tmp_path: Path) -> None:
     """Of killed runs objects and parts go, of others nothing does."""
-    assert kill_after(server, 9)
+    assert kill_after(server, FULL, 9)
     import boto3  # type: ignore[import-untyped]
 
     upload = boto3.client("s3").create_multipart_upload(Bucket="bucket", Key="out/step-3/__2_0.distcp")
