@@ -22,7 +22,7 @@ from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CkptError, OverwriteError, UsageError
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.published import below, in_order, is_commit, replaced
+from ckpttool.producers.published import below, in_order, is_commit, outdated, replaced
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.writers import ALONE, Writers
@@ -117,7 +117,7 @@ def accepted(
     Raises OverwriteError, RemoteError."""
     own = {name: remote[name] for name in remote.keys() & (location.store.options - {"not_secret"})}
     if location.store.is_versioned:
-        return own
+        return own | {"outdated": outdated}
     replaces = replaced(location) if writers.is_first else []
     return own | {"overwrite": overwrite, "replaces": replaces, "is_index": is_commit, "writers": writers}
 

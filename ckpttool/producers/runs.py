@@ -324,6 +324,10 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
     framework left, and all where a file or link names one of them. Others may be the parts of one checkpoint."""
     pointed = {target for _, target in pointers(directory) if f"{target}/" in directory}
     places = places_of(name for name in directory.folders if step_in(name) is not None)
+    for index in (directory.at(name) / ".metadata" for name in directory.folders if directory.path.is_remote):
+        if index.is_file() and index.size() <= _INDEX_READ:
+            # All of them are on their way at once.
+            index.store.expect(index.key, [(0, index.size())])
     for name in directory.folders:
         if is_link_beside(directory, name):
             continue

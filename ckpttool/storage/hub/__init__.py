@@ -10,6 +10,7 @@ errors      exceptions of the client as errors of `ckpttool.errors`
 headers     headers and indexes of models, kept for the next look
 limits      sizes and times that an answer may take
 listing     the files of a revision: names, sizes, digests
+local_files  what is sent: files on this machine, or gathered from the source
 retries     attempts after failures that may pass
 store       a repository as a store, at one commit
 upload      a repository as a destination: files are sent one at a time, and published in one commit

@@ -28,8 +28,9 @@ from ckpttool.storage.hub import client, listing, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.buckets import BucketStore, checked
 from ckpttool.storage.hub.listing import RepoFile
+from ckpttool.storage.hub.local_files import Local
 from ckpttool.storage.hub.retries import repeat
-from ckpttool.storage.hub.upload import Added, Last, Local, Progress, Sent, Upload, check_names, write_and_send
+from ckpttool.storage.hub.upload import Added, Last, Progress, Sent, Upload, check_names, write_and_send
 from ckpttool.storage.stores import Location, Outgoing
 from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some

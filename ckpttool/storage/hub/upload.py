@@ -12,61 +12,39 @@ A repeated run makes each file again, with the same bytes, and the Hub does not 
 from __future__ import annotations
 
 import fnmatch
-import io
 import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.lfs import UploadInfo
-from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import OverwriteError, RemoteError, UsageError, without_credentials
 from ckpttool.storage import free_space, workspace
 from ckpttool.storage.errors import os_errors
-from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.hub import answers, client, errors, listing, retries, xet
 from ckpttool.storage.hub.address import Address, parse
 from ckpttool.storage.hub.listing import RepoFile
-from ckpttool.storage.hub.retries import Result, repeat
+from ckpttool.storage.hub.local_files import Local, WrittenFile, can_gather, gather
+from ckpttool.storage.hub.retries import repeat
 from ckpttool.storage.senders import Senders, SendingStopped, SentFile
-from ckpttool.storage.stores import Location, Outgoing, Store, local_path
+from ckpttool.storage.stores import Location, Outgoing, Store
 from ckpttool.text import some
 
 Progress = Callable[[int, int], None]
 Last = Callable[[], Sequence[Outgoing]]
+Outdated = Callable[[Collection[str], Collection[str]], set[str]]
 
-# Weights of an earlier export, in another number of shards, another format or another dtype. Loaders would take them in
-# place of the new ones or mix both; with an `adapter_config.json`, PEFT would put the adapter on the new model.
-_STALE_MODEL = re.compile(
-    r"model(\.\w+)?(-\d{5}-of-\d{5})?(\.\w+)?\.safetensors|model\.safetensors\.index(\.\w+)?\.json"
-    r"|pytorch_model(\.\w+)?(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index(\.\w+)?\.json"
-    r"|consolidated([.-][\w-]+)?\.(safetensors|pth)|consolidated\.safetensors\.index\.json"
-    r"|tf_model(-\d{5}-of-\d{5})?\.h5(\.index\.json)?|flax_model(-\d{5}-of-\d{5})?\.msgpack(\.index\.json)?"
-    r"|rust_model\.ot|adapter_config\.json|adapter_model\.(safetensors|bin)"
-)
-_STALE_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
-_STALE_DIFFUSION = re.compile(
-    r"diffusion_(pytorch|flax)_model(\.\w+)?(-\d{5}-of-\d{5})?\.(safetensors|bin|msgpack)"
-    r"|diffusion_pytorch_model\.(safetensors|bin)\.index(\.\w+)?\.json"
-)
-_STALE = {
-    re.compile(r"diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_DIFFUSION,
-    re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors"): _STALE_MODEL,
-    re.compile(r"adapter_model\.safetensors"): _STALE_ADAPTER,
-}
 _OF_REPOSITORY = (".gitattributes", "README.md")
-_SAMPLE = 512  # bytes by which the Hub tells whether git is to keep a file
 _RECENT = 20  # commits or pull requests that are searched for one of an earlier attempt
 _MESSAGE = "Upload with ckpttool"
 _AT_ONCE = 3  # files that are written or sent at once
@@ -122,6 +100,7 @@ class Repository(Store):
         progress: Progress | None = None,
         unless_there: Collection[str] = (),
         keep: Sequence[str] = (),
+        outdated: Outdated = lambda names, there: set(),
         claims: str | None = None,
         overwrite: bool = False,
         last: Last | None = None,
@@ -132,14 +111,14 @@ class Repository(Store):
 
         Up to three files are written or sent at once. Without `stage`, those that can be gathered are not written, each
         other one is removed after it was sent, and one at a time is written if three would take more than half of the
-        disk; files in `stage` are kept. Files named in
-        `unless_there` do not replace those on the Hub. Weights of an earlier upload are removed, unless they match
-        `keep`. With `claims`, a file or a folder below this location, all files there
-        that are not written are removed instead; without `overwrite`, there must be none. `last` is called once all
-        files are written, and returns more. Files on their way are written to `folder`, if it is given. The commit gets
-        the `tag`, which must not exist. `progress(done, total)` counts bytes sent. Nothing is visible before the
-        commit. With `dry_run`, return what would be sent; a file is read or written only if the Hub has one of its
-        size, since only digests can tell them apart.
+        disk; files in `stage` are kept. Files named in `unless_there` do not replace those on the Hub. Of the files
+        there, those that `outdated` returns for the names of the new ones are removed, unless they match `keep`. With
+        `claims`, a file or a folder below this location, all files there that are not written are removed instead;
+        without `overwrite`, there must be none. `last` is called once all files are written, and returns more. Files on
+        their way are written to `folder`, if it is given. The commit gets the `tag`, which must not exist.
+        `progress(done, total)` counts bytes sent. Nothing is visible before the commit. With `dry_run`, return what
+        would be sent; a file is read or written only if the Hub has one of its size, since only digests can tell them
+        apart.
 
         Raises RemoteError for failures of the Hub, OverwriteError if the tag or what is claimed exists, UsageError,
         StorageError, and the errors of `Outgoing.write`.
@@ -151,7 +130,7 @@ class Repository(Store):
         check_names(outgoing)
         upload.prepare(private, dry_run, public=public, tag=tag)
         if claims is None:
-            upload.find_stale_files(outgoing, keep)
+            upload.find_stale_files(outgoing, keep, outdated)
         else:
             upload.replace(claims, outgoing, overwrite)
         write_and_send(upload, outgoing, stage, unless_there, folder=folder, last=last)
@@ -182,7 +161,7 @@ def write_and_send(
         to_write = [
             file.size
             for file in outgoing
-            if file.write is not None and (stage is not None or file.gather is None or not _can_gather())
+            if file.write is not None and (stage is not None or file.gather is None or not can_gather())
         ]
         largest, free = max(to_write, default=0), free_space.free_bytes(folder)
         free_space.check(folder, largest if stage is None else sum(to_write), free, _IF_FULL)
@@ -299,10 +278,10 @@ class Upload:
                 elif not is_planned:
                     senders.take_place()
                     is_gathered = not keep_local and self._may_gather(file, existing)
-                    local: Local | None = _gather(file) if is_gathered else None
+                    local: Local | None = gather(file) if is_gathered else None
                     if local is None and file.gather is not None:
                         free_space.check(folder, file.size, free_space.free_bytes(folder), _IF_FULL)
-                    local = local or _Written(file, folder, keep=keep_local)
+                    local = local or WrittenFile(file, folder, keep=keep_local)
                     added[file.name] = one = Added("new" if existing is None else "changed")
                     senders.start(partial(self._add, one, file, existing, local, senders.stopped))
         for file in outgoing:
@@ -491,21 +470,13 @@ class _RepositoryUpload(Upload):
 
     # Commit ----------------------------------------------------------------------------------------------------------
 
-    def find_stale_files(self, outgoing: Sequence[Outgoing], keep: Sequence[str]) -> None:
-        """Delete weights that the new ones replace in the commit: loaders would read them in place of the new ones, or
-        together with them. Files whose names in the folder match `keep` stay. Raises UsageError for a pattern of `keep`
+    def find_stale_files(self, outgoing: Sequence[Outgoing], keep: Sequence[str], outdated: Outdated) -> None:
+        """Delete what is `outdated` in the commit: loaders would read it in place of the new files, or together with
+        them. Files whose names in the folder match `keep` stay. Raises UsageError for a pattern of `keep`
         that matches none there."""
-        names = {file.name for file in outgoing}
-        # The components of a pipeline have weights in folders of their own.
-        written = {name.rpartition("/")[::2] for name in names}
-        patterns = {(place, old) for place, name in written for new, old in _STALE.items() if new.fullmatch(name)}
         inside = self._path("x")[:-1]
         there = {name.removeprefix(inside) for name in self._repo_files if name.startswith(inside)}
-        stale = set()
-        for path in there - names:
-            folder, _, name = path.rpartition("/")
-            if any(place == folder and old.fullmatch(name) for place, old in patterns):
-                stale.add(path)
+        stale = outdated({file.name for file in outgoing}, there)
         for pattern in keep if stale else ():
             if not fnmatch.filter(there, pattern):
                 raise UsageError(
@@ -654,152 +625,3 @@ class _RepositoryUpload(Upload):
             if (difference := listing.difference(repo_files.get(name), digests)) is not None
         ]
         return differences + [f"`{name}` was not deleted" for name in self.deletions if name in repo_files]
-
-
-# Files on this machine ------------------------------------------------------------------------------------------------
-
-
-class _Written:
-    """A file that is on this machine, or is written to `folder` now; without `keep`, the latter is removed by `close`.
-    `digest` is its SHA-256 if that is known."""
-
-    def __init__(self, file: Outgoing, folder: str, *, keep: bool) -> None:
-        self._path = path = file.path or os.path.join(folder, *file.name.split("/"))
-        self._is_temporary = file.path is None and not keep
-        sha256 = None
-        with os_errors(path, "write"):
-            if file.write is not None:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                Path(path).unlink(missing_ok=True)
-                sha256 = file.write(local_path(path))
-            size = os.path.getsize(path)
-        assert size == file.size, f"{file.name}: {size} bytes were written, not {file.size}"
-        self.digest = RepoFile(path, size, sha256, None) if sha256 is not None else None
-
-    def compute_digest(self, stopped: threading.Event, *, in_git: bool) -> RepoFile:
-        """Read the file, and return the digest by which the Hub names it if git keeps it, or if not."""
-        with os_errors(self._path, "read"):
-            return listing.compute_digest(self._path, in_git)
-
-    def operation(self, name: str, digest: RepoFile | None, stopped: threading.Event) -> CommitOperationAdd:
-        """Return what adds the file to the repository as `name`."""
-        operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=self._path)
-        if digest is not None and digest.sha256 is not None:
-            operation.upload_info.sha256 = bytes.fromhex(digest.sha256)
-        return operation
-
-    @contextmanager
-    def sending(self, operation: CommitOperationAdd, report: Callable[[int], None]) -> Iterator[None]:
-        """Call `report` with the bytes sent so far while the client sends the file of an operation in the block: it
-        reads from an open file, whose position is the progress. It would not send an open file by Xet, and reports
-        nothing there."""
-        if is_xet_available():
-            yield
-            return
-        with _ReportingFile(io.FileIO(self._path)) as stream:
-            stream.report = report
-            operation.path_or_fileobj = stream
-            try:
-                yield
-            finally:
-                if operation.path_or_fileobj is stream:
-                    operation.path_or_fileobj = self._path
-
-    def xet_digest(self) -> RepoFile:
-        """Read the file, and return the digest by which a bucket names it."""
-        with os_errors(self._path, "read"):
-            return listing.xet_digest(self._path)
-
-    def send_over_xet(self, send: Callable[[str | None], Result], report: Callable[[int], None]) -> Result:
-        """Return what `send` returns, which is called with the path of the file; without one, if it is `streamed`."""
-        return send(self._path)
-
-    def contents(self) -> bytes:
-        """Return all of the file."""
-        return Path(self._path).read_bytes()
-
-    def close(self) -> None:
-        if self._is_temporary:
-            Path(self._path).unlink(missing_ok=True)
-
-
-class _ReportingFile(io.BufferedReader):
-    report: Callable[[int], None]
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        self.report(self.tell())
-        return data
-
-
-class _Gathered:
-    """A file that is read from the source as it is sent, with the methods of `_Written`. For LFS, which names a file by
-    its digest before it is sent, it is read twice."""
-
-    digest = None
-
-    def __init__(self, name: str, file: GatheredFile) -> None:
-        self._name, self._file = name, file
-
-    def compute_digest(self, stopped: threading.Event, *, in_git: bool) -> RepoFile:
-        return replace(listing.digest_of(self._blocks(stopped), self._file.size, in_git), name=self._name)
-
-    def _blocks(self, stopped: threading.Event) -> Iterator[bytes]:
-        for block in self._file.blocks():
-            if stopped.is_set():
-                raise SendingStopped
-            yield block
-
-    def operation(self, name: str, digest: RepoFile | None, stopped: threading.Event) -> CommitOperationAdd:
-        operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=b"")
-        sha256 = None
-        # Over Xet, it is that of the bytes that are sent, in any case.
-        if not is_xet_available():
-            if digest is None or digest.sha256 is None:
-                digest = self.compute_digest(stopped, in_git=False)
-            assert digest.sha256 is not None
-            sha256 = bytes.fromhex(digest.sha256)
-        sample = self._file.read(_SAMPLE)
-        operation.upload_info = UploadInfo(size=self._file.size, sample=sample, sha256=sha256, source_path="")
-        return operation
-
-    @contextmanager
-    def sending(self, operation: CommitOperationAdd, report: Callable[[int], None]) -> Iterator[None]:
-        if is_xet_available():
-            with xet.streamed(self._file, report):
-                yield
-            return
-        self._file.seek(0)
-        self._file.noted = report
-        operation.path_or_fileobj = cast(BinaryIO, self._file)
-        try:
-            yield
-        finally:
-            operation.path_or_fileobj = b""
-
-    def xet_digest(self) -> RepoFile:
-        raise NotImplementedError("it is known once the file was sent")
-
-    def send_over_xet(self, send: Callable[[str | None], Result], report: Callable[[int], None]) -> Result:
-        with xet.streamed(self._file, report):
-            return send(None)
-
-    def contents(self) -> bytes:
-        return b"".join(self._file.blocks())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-Local = _Written | _Gathered
-
-
-def _gather(file: Outgoing) -> _Gathered | None:
-    """Return a file that need not be written, or None."""
-    gathered = file.gather() if file.gather is not None and _can_gather() else None
-    assert gathered is None or gathered.size == file.size, f"{file.name}: {gathered} bytes, not {file.size}"
-    return None if gathered is None else _Gathered(file.name, gathered)
-
-
-def _can_gather() -> bool:
-    return not is_xet_available() or xet.has_streams()

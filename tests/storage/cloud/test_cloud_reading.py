@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -317,3 +318,26 @@ def test_other_schemes_are_read_by_fsspec(tmp_path: Path) -> None:
         ckpttool.inspect("memory://nothing")
     with pytest.raises(UsageError, match="only read"):
         ckpttool.convert(str(folder), "memory://out")
+
+
+def test_the_indexes_of_a_run_are_asked_for_at_once(server: S3Server) -> None:
+    for n in range(12):
+        server.put(f"run/step-{n}", CHECKPOINTS / "dcp/fsdp2_w4/ckpt")
+    running, most, lock = [0], [0], threading.Lock()
+
+    def count(request: Request) -> Fault | None:
+        if not request.name.endswith(".metadata"):
+            return None
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.2)
+        with lock:
+            running[0] -= 1
+        return None
+
+    server.faults = [count]
+    ckpttool.inspect("s3://bucket/run")
+    assert most[0] >= 6
+    indexes = [one for one in server.requests if one.endswith(".metadata")]
+    assert len(indexes) == 12 and len([one for one in server.requests if "list-type" in one]) == 1

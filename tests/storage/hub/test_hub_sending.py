@@ -22,13 +22,14 @@ from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
+from ckpttool.producers.published import outdated
 from ckpttool.storage.hub import Sent, listing
 from ckpttool.storage.hub.listing import RepoFile
 from ckpttool.storage.stores import Outgoing, destination
 
 
 def send(outgoing: list[Outgoing], address: str, **options: Any) -> Sent:
-    sent: Sent = destination(address).publish(outgoing, **options)
+    sent: Sent = destination(address).publish(outgoing, **{"outdated": outdated, **options})
     return sent
 
 
