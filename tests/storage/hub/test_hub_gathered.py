@@ -41,13 +41,13 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files of weights that are written to this machine."""
     names: list[str] = []
 
-    class Written(upload._Written):
+    class Written(upload.WrittenFile):
         def __init__(self, file: Any, folder: str, *, keep: bool) -> None:
             if file.name.endswith(".safetensors"):
                 names.append(file.name)
             super().__init__(file, folder, keep=keep)
 
-    monkeypatch.setattr(upload, "_Written", Written)
+    monkeypatch.setattr(upload, "WrittenFile", Written)
     return names
 
 
