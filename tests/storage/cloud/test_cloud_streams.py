@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.simulated_ranks import cut, mesh, save
 from torch.distributed.tensor import Shard
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, ReadError, RemoteError
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, RemoteError
 from ckpttool.storage.streamed import StreamedFile
 
 PART = 1 << 20
@@ -226,3 +227,54 @@ def test_every_fault_everywhere(
         assert error is not None and "ckpttool clean s3://bucket/out --yes" in str(error.hint)
     ckpttool.convert(src, dst, to="dcp", to_world=2, overwrite=is_complete)
     assert len(server.names()) == 4 and not server.uploads() and ckpttool.diff(src, dst).same
+
+
+@pytest.mark.parametrize("name", [".metadata", "integrity.json"])
+def test_what_arrives_late(
+    name: str, sources: dict[str, str], streams: list[int], server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request was given up, and the store carries it out later: an index completes what is there, and all else is
+    removed by the next run."""
+    src, dst = sources["full.pt"], "s3://bucket/out/step-3"
+    monkeypatch.setenv("CKPTTOOL_CLOUD_TIMEOUT", "1")
+    server.faults = [lambda r: Fault(seconds=6) if r.method == "PUT" and r.name.endswith(name) else None]
+    with pytest.raises(RemoteError, match="does not answer in time") as raised:
+        ckpttool.convert(src, dst, to="dcp", to_world=2)
+    hint = "may still become complete" if name == ".metadata" else "removes what arrives late"
+    assert hint in str(raised.value.hint) and "out/.step-3.partial-0" in server.names()
+    until = time.monotonic() + 30
+    while f"out/step-3/{name}" not in server.names():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    server.faults.clear()
+    time.sleep(4)  # what was asked for again
+    if name == ".metadata":
+        assert ckpttool.diff(src, dst).same
+        with pytest.raises(OverwriteError):
+            ckpttool.convert(src, dst, to="dcp", to_world=2)
+    else:
+        ckpttool.convert(src, dst, to="dcp", to_world=2)
+    assert ckpttool.diff(src, dst).same and len(server.names()) == 4 and not server.uploads()
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors"])
+def test_a_source_that_changes_in_its_bucket(
+    to: str, streams: list[int], server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTTOOL_CLOUD_MEMORY", "16MiB")
+    torch.save({"a": torch.rand(3 << 20), "b": torch.rand(3 << 20)}, tmp_path / "src.pt")
+    data = (tmp_path / "src.pt").read_bytes()
+    src = server.put("in/src.pt", data)
+    reads = [0]
+
+    def change(request: Request) -> Fault | None:
+        if request.method == "GET" and request.name == "in/src.pt":
+            reads[0] += 1
+            if reads[0] == 4:
+                server.put("in/src.pt", data[:-3_000_000] + b"\1" + data[-2_999_999:])
+        return None
+
+    server.faults = [change]
+    with pytest.raises(RemoteError, match=r"in/src.pt` changed while it was being read"):
+        ckpttool.convert(src, f"s3://bucket/out{'.pt' * (to == 'torch')}", to=to)
+    assert server.names() == ["in/src.pt"] and not server.uploads()
