@@ -189,6 +189,10 @@ class StreamedFile(Pool):
     def _wait(self, is_so: Callable[[], bool]) -> None:
         while not (self.stopped.is_set() or is_so()):
             self._changed.wait(_POLL)
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has failed in another thread."""
         if self.stopped.is_set():
             raise self._failure or SendingStopped
 

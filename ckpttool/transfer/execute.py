@@ -120,6 +120,8 @@ def transfer(
         )
         most, passed = (TASK, _PASSED) if out is None else (out.part, 0)
         on_threads(_announced(_tasks(jobs, most), source, passed), copier.do, threads, work)
+        if out is not None:
+            out.check()  # whoever sends it may have stopped this
         if not compare and not check_later:
             on_threads(iter(tally.read.records()), copier.check_record, threads, work)
             on_threads(iter(tally.now_whole(whole)), copier.check_file(whole), threads, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,24 @@ def test_a_source_that_changes_in_its_bucket(
     with pytest.raises(RemoteError, match=r"in/src.pt` changed while it was being read"):
         ckpttool.convert(src, f"s3://bucket/out{'.pt' * (to == 'torch')}", to=to)
     assert server.names() == ["in/src.pt"] and not server.uploads()
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_a_file_that_is_given_up_while_it_is_filled(
+    count: int, sources: dict[str, str], streams: list[int], server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender has failed: that is raised where it is filled, too."""
+    write, calls = StreamedFile.write_all, [0]
+
+    def stopping(file: StreamedFile, path: str, pieces: Any) -> None:
+        write(file, path, pieces)
+        calls[0] += 1
+        if calls[0] != count:
+            return
+        with suppress(RemoteError), file.failing():
+            raise RemoteError("the sender failed", hint="run the command again", file="x")
+
+    monkeypatch.setattr(StreamedFile, "write_all", stopping)
+    with pytest.raises(RemoteError, match="the sender failed"):
+        ckpttool.convert(sources["full.pt"], "s3://bucket/out", to="dcp")
+    assert server.names() == [] and not server.uploads()
