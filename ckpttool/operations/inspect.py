@@ -136,7 +136,10 @@ def inspect(
             damaged = _folded([fault for fault in faults if fault not in unread + unopened])
             catalogue.warnings[:0] = [
                 *(Warning("damaged", f"damaged: {text}") for text in damaged),
-                *(Warning("damaged", f"not read: {fault.message}") for fault in unopened),
+                *(
+                    Warning("damaged", f"not read: {'; '.join(filter(None, (fault.message, fault.hint)))}")
+                    for fault in unopened
+                ),
                 *(Warning(_unread_kind(fault), f"{fault.message}; {fault.hint}") for fault in unread),
             ]
         note_copies(source)

@@ -115,20 +115,25 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
     is_folder = chosen.path.is_dir()
     files_of_step = list(chosen.files)
     source = _open_step(directory, files_of_step, options, run) if files_of_step else open_at(chosen.path, options, run)
-    others = _others(inner, source.catalogue)
+    beside = [*_of_no_step(inner)]
+    others = _others(inner, beside, source.catalogue)
     is_part = len(inner.checkpoints) == 1 and is_folder and producers.recognise(Directory(chosen.path)) is None
     if (others and is_part) or (not is_folder and _are_ranks(inner, source.catalogue)):
         source.close()
         return None
     is_open = chosen.producer in _OF_MODELS and not (inner.newer and is_folder)
-    beside = [one for one, error in others.items() if is_open and error is None and one.parent == directory.path]
-    if beside:
+    read = [one for one, error in others.items() if is_open and error is None and one.parent == directory.path]
+    if read:
         source.close()
         names = files_of_step or [_below(directory.path, chosen.path)]
-        source = _open_step(directory, [*names, *(_below(directory.path, one) for one in beside)], options, run)
+        source = _open_step(directory, [*names, *(_below(directory.path, one) for one in read)], options, run)
+    named = inner.named or directory.path
+    if copies := [_below(named, one) for one in beside if one not in others]:
+        text = f"not opened, as they are of no step: {some(copies)}"
+        source.catalogue.warnings.append(Warning("chosen", text))
     for one, error in others.items():
-        if one not in beside:
-            name = _below(inner.named or directory.path, one)
+        if one not in read:
+            name = _below(named, one)
             text = f"`{name}` may hold training state, but belongs to no step of the run"
             hint = f"name the checkpoint to leave it out: `{chosen.path}`"
             text += f": {error.message}" if error is not None else ""
@@ -146,14 +151,15 @@ def _are_ranks(run: runs.RunDirectory, newest: Catalogue) -> bool:
     return False
 
 
-def _others(run: runs.RunDirectory, newest: Catalogue) -> dict[Location, CkptError | None]:
-    """Return what lies beside the newest checkpoint of a run and holds other state than a checkpoint of it, with the
-    error if it cannot be opened. The best or a final model has the same tensors, or most of them."""
+def _others(run: runs.RunDirectory, beside: Iterable[Location], newest: Catalogue) -> dict[Location, CkptError | None]:
+    """Return what holds other state than a checkpoint of a run, of all that lies `beside` the newest and of its other
+    checkpoints that are called otherwise, with the error if it cannot be opened. The best or a final model has the same
+    tensors, or most of them."""
     found, own = dict[Location, CkptError | None](), _tensors_in(newest)
     parts.assign(newest)
     elements = sum(tensor.numel for tensor in newest.tensors if tensor.part.kind == "model")
     complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
-    for location in [*_of_no_step(run), *(location for one in complete for location in run.locations(one))]:
+    for location in [*beside, *(location for one in complete for location in run.locations(one))]:
         if location.is_dir() and len(location.names()) > _MANY:
             found[location] = ReadError(f"it has more than {_MANY:,} files", file=location)
             continue
@@ -332,9 +338,6 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
     own = {file.location for file in catalogue.own_files}
-    beside = [one for one in _of_no_step(run) if not _is_read(one, own)]
-    if others := [_below(run.named or run.directory.path, one) for one in beside]:
-        catalogue.warnings.append(Warning("chosen", f"not opened, as they are of no step: {some(others)}"))
     of_step = [one for one in run.of_same_step if not any(_is_read(each, own) for each in run.locations(one))]
     if of_step:
         text = f"`{chosen.name}` is opened; of the same step there are also {some([one.name for one in of_step])}"

@@ -51,9 +51,8 @@ class Explanation:
             # The batch is another; where its loader is saved, its values say more.
             more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"][:1]
             if not more and any(one.kind == "data not restored" for one in found):
-                more = (
-                    [f" ({', '.join(values)})"] if (values := [text for _, text in self._of_the_script(None)]) else []
-                )
+                values = [text for _, text in self._of_the_script(None)]
+                more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
             of_data = ("the data", "the batch")
