@@ -231,7 +231,7 @@ RECURSIVE = {
     "catalogue.parts._optimizers": LEVELS,
     "catalogue.parts.divide": LEVELS,
     "producers.contents._below": FOLDERS,
-    "producers.runs._kinds_below": FOLDERS,
+    "producers.runs._data_below": FOLDERS,
     "storage.tree.remove_links": FOLDERS,
     "training.sharded_values.gathered": OWN,
     "cli.browser.names._below": TREE,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import islice
 from operator import and_
 
 from ckpttool import formats
@@ -42,6 +43,7 @@ _POINTERS = re.compile(
 _BELOW = re.compile(r"checkpoints?|lightning_logs|version_\d+")
 _MAX_DEPTH = 3
 _MAX_PARTS = 16  # folders of one step
+_MOST_READ = 1_000  # files of a folder beside the checkpoints whose first bytes are read
 _MAX_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
@@ -134,9 +136,14 @@ class RunDirectory:
 
 
 def _holds(run: RunDirectory, name: str) -> bool:
+    """Return whether a folder has a file or a folder of a format; also if it has too many to look at, or is locked."""
     try:
-        return any(True for _ in _kinds_below(run.directory.folder(name), is_read=True))
-    except CkptError:  # what is in it is unknown
+        data = _data_below(run.directory.folder(name))
+        for kind, location in islice(data, _MOST_READ):
+            if kind == "dcp" or any(row.recognise(location) for row in formats.FORMATS):
+                return True
+        return next(data, None) is not None
+    except CkptError:
         return True
 
 
@@ -431,20 +438,19 @@ def _format(directory: Directory, row: Producer | None) -> str | None:
     if row is not None:
         names = "|".join(component.name for component in row.layout(directory).components) + "|"
         return "dcp" if "/|" in names else "rankfiles" if "*" in names else "torch"
-    return next(_kinds_below(directory), None)
+    return next((kind for kind, _ in _data_below(directory)), None)
 
 
-def _kinds_below(directory: Directory, depth: int = 0, *, is_read: bool = False) -> Iterator[str]:
-    """Yield the formats of the files in a directory and its folders, by their names; with `is_read`, of those alone
-    whose first bytes are of a format."""
+def _data_below(directory: Directory, depth: int = 0) -> Iterator[tuple[str, Location]]:
+    """Yield the files in a directory and its folders that may hold tensors by their names, and the folders of DCP, with
+    the format of each."""
     for name in directory.names:
-        is_data = not name.endswith("/") and _DATA.fullmatch(name) is not None
-        if is_data and (not is_read or any(row.recognise(directory.at(name)) for row in formats.FORMATS)):
-            yield "safetensors" if name.endswith(".safetensors") else "torch"
+        if not name.endswith("/") and _DATA.fullmatch(name):
+            yield "safetensors" if name.endswith(".safetensors") else "torch", directory.at(name)
     for name in directory.folders if depth < _MAX_DEPTH else ():
         with suppress(CkptError):
             inner = directory.folder(name)
-            yield from ["dcp"] if inner.has(DCP_FILE) else _kinds_below(inner, depth + 1, is_read=is_read)
+            yield from [("dcp", inner.path)] if inner.has(DCP_FILE) else _data_below(inner, depth + 1)
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
