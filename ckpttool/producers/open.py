@@ -230,12 +230,12 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     if any(component.name for component in layout.components) and any(not c.name for c in layout.components):
         return None
     stems = {component.root for component in layout.components}
-    if row is safetensors.FORMAT and len(stems) > 1:
+    is_indexed = (location / "model.safetensors.index.json").exists()
+    if row is safetensors.FORMAT and len(stems) > 1 and not is_indexed:
         return None  # each of its files is a part, whose name is that of the file
     try:
         source = row.open(location, options)
     except CorruptError:
-        is_indexed = (location / "model.safetensors.index.json").exists()
         if is_indexed or (len(stems) < 2 and row is not rankfiles.FORMAT):
             raise
         return None
