@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache, partial
@@ -54,6 +54,26 @@ class StoredObject(NamedTuple):
         if self.tag is not None and other.tag is not None:
             return self.size == other.size and self.tag == other.tag
         return self.size == other.size and self.modified == other.modified
+
+
+async def _awaited(blocks: Iterator[T]) -> AsyncIterator[T]:
+    """Yield blocks that may have to be waited for. obstore takes an iterator's in one of its few threads, in which the
+    read that a block waits for may be."""
+    while True:
+        taking: Future[T | None] = Future()
+        threading.Thread(target=_take, args=(blocks, taking), name="ckpttool-block", daemon=True).start()
+        block = await asyncio.wrap_future(taking)
+        if block is None:
+            return
+        yield block
+
+
+def _take(blocks: Iterator[T], taking: Future[T | None]) -> None:
+    if taking.set_running_or_notify_cancel():
+        try:
+            taking.set_result(next(blocks, None))
+        except BaseException as error:
+            taking.set_exception(error)
 
 
 def _condition(tag: str | None, generation: str | None) -> Condition:
@@ -195,6 +215,7 @@ class Client:
         return StoredObject.of(result.meta), bytes(await result.bytes_async())
 
     async def _put(self, name: str, data: Any, mode: Any, options: dict[str, Any]) -> Condition:
+        data = data if isinstance(data, bytes | memoryview) else _awaited(data)
         result = await obstore.put_async(self._store, name, data, mode=mode, **options)
         return _condition(result["e_tag"], result["version"])
 

@@ -191,7 +191,7 @@ PLACES: dict[str, Callable[[Request], bool]] = {
 PASSING = ("503", "500", "cut", "refused", "lost")
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", FAULTS)
@@ -230,7 +230,7 @@ def test_every_fault_everywhere(
     assert len(server.names()) == 4 and not server.uploads() and ckpttool.diff(src, dst).same
 
 
-@pytest.mark.parametrize("name", [".metadata", "integrity.json"])
+@pytest.mark.parametrize("name", [".metadata", pytest.param("integrity.json", marks=pytest.mark.long)])
 def test_what_arrives_late(
     name: str, sources: dict[str, str], streams: list[int], server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
