@@ -155,11 +155,15 @@ def _others(run: runs.RunDirectory, beside: Iterable[Location], newest: Catalogu
     """Return what holds other state than a checkpoint of a run, of all that lies `beside` the newest and of its other
     checkpoints that are called otherwise, with the error if it cannot be opened. The best or a final model has the same
     tensors, or most of them."""
-    found, own = dict[Location, CkptError | None](), _tensors_in(newest)
+    complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
+    locations = [*beside, *(location for one in complete for location in run.locations(one))]
+    found = dict[Location, CkptError | None]()
+    if not locations:
+        return found
+    own = _tensors_in(newest)
     parts.assign(newest)
     elements = sum(tensor.numel for tensor in newest.tensors if tensor.part.kind == "model")
-    complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
-    for location in [*beside, *(location for one in complete for location in run.locations(one))]:
+    for location in locations:
         if location.is_dir() and len(location.names()) > _MANY:
             found[location] = ReadError(f"it has more than {_MANY:,} files", file=location)
             continue

@@ -308,12 +308,17 @@ def pointers(directory: Directory) -> Iterator[tuple[str, str]]:
             if not _BEST.search(name):
                 yield name, directory.at(name).real().name
         elif _POINTERS.fullmatch(name):
-            yield name, directory.text(name).strip().rstrip("/").rpartition("/")[2]
+            yield name, _target(directory, name)
+
+
+def _target(directory: Directory, name: str) -> str:
+    """Return the name at the end of the path that a text is."""
+    return directory.text(name).rstrip("/").rpartition("/")[2]
 
 
 def points(directory: Directory, name: str) -> bool:
     """Return whether a file is a link, or a text of the name of what lies beside it."""
-    target = directory.text(name).rstrip("/").rpartition("/")[2]
+    target = _target(directory, name)
     return directory.at(name).is_link() or (bool(target) and (target in directory or f"{target}/" in directory))
 
 
