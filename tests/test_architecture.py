@@ -24,8 +24,10 @@ LAYERS: list[set[str]] = [
     {"errors", "version"},
     {"text"},
     {"storage"},
+    {"remote"},
     {"catalogue"},
     {"layout", "serialization"},
+    {"flat"},
     {"formats", "transfer"},
     {"producers"},
     {"models"},
@@ -42,7 +44,7 @@ LAYERS: list[set[str]] = [
 PURE = {"errors", "text", "catalogue", "layout"}
 # Arrows that go down, and are wanted from these modules alone.
 ONLY = {
-    ("formats", "layout"): {"formats.rankfiles.flat.optimizer", "formats.rankfiles.flat.units"},
+    ("flat", "layout"): {"flat.fsdp1_optimizer", "flat.fsdp1_units"},
     ("training", "formats.dcp"): {
         "training.reshard_engine.engine",
         "training.reshard_engine.meta_model",
@@ -147,7 +149,7 @@ def test_every_layer_is_there() -> None:
 
 
 def test_the_root_is_small() -> None:
-    assert len([entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]) <= 21
+    assert len([entry for entry in PACKAGE.iterdir() if entry.name != "__pycache__"]) <= 23
 
 
 def test_the_top_level_is_what_every_project_has() -> None:
@@ -163,7 +165,7 @@ def test_no_folder_is_too_large() -> None:
     lines: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         lines[path.relative_to(PACKAGE).parts[0]] += len(path.read_text(encoding="utf-8").splitlines())
-    assert not {name: n for name, n in lines.items() if n > 9000}
+    assert not {name: n for name, n in lines.items() if n > 8000}
 
 
 # What several commands need, and no command by itself.
@@ -232,7 +234,7 @@ def test_the_lower_layers_need_the_standard_library_only() -> None:
 def test_torch_and_numpy_are_imported_when_they_are_needed() -> None:
     libraries = {"torch", "numpy", "safetensors", "zstandard", "huggingface_hub", "obstore", "fsspec"}
     for name, tree in modules().items():
-        if not name.startswith(("training", "storage.hub", "storage.cloud", "resume.worker")):  # imported on use
+        if not name.startswith(("training", "remote.hub", "remote.cloud", "resume.worker")):  # imported on use
             assert not foreign(tree, **AT_IMPORT) & libraries, name
 
 
@@ -242,7 +244,7 @@ def test_one_module_computes_crcs() -> None:
     assert {name for name, tree in modules().items() if "zlib" in foreign(tree)} == {
         "formats.numpy_files.reader",
         "storage.crc",
-        "storage.hub.answers",
+        "remote.hub.answers",
     }
 
 
@@ -257,16 +259,16 @@ def test_torch_is_needed_for_values_only() -> None:
 
 def test_one_package_speaks_to_the_hub() -> None:
     users = {name for name, tree in modules().items() if "huggingface_hub" in foreign(tree)}
-    assert users and all(f"{name}.".startswith("storage.hub.") for name in users)
+    assert users and all(f"{name}.".startswith("remote.hub.") for name in users)
 
 
 def test_one_package_speaks_to_object_stores() -> None:
     users = {name for name, tree in modules().items() if "obstore" in foreign(tree)}
-    assert users and all(f"{name}.".startswith("storage.cloud.") for name in users)
+    assert users and all(f"{name}.".startswith("remote.cloud.") for name in users)
     # An extra, which a checkpoint of this machine does not need.
     for name, tree in modules().items():
-        if not f"{name}.".startswith("storage.cloud."):
-            assert not any(one.startswith("storage.cloud") for one in ours(tree, typing=False)), name
+        if not f"{name}.".startswith("remote.cloud."):
+            assert not any(one.startswith("remote.cloud") for one in ours(tree, typing=False)), name
 
 
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.

@@ -11,8 +11,8 @@ from ckpttool.reports.report import SHOWN, Block, Column, Facts, Line, Styled, T
 from ckpttool.text import duration, plural, size
 
 if TYPE_CHECKING:
-    from ckpttool.storage.cloud import Uploaded
-    from ckpttool.storage.hub import Sent
+    from ckpttool.remote.cloud import Uploaded
+    from ckpttool.remote.hub import Sent
 
 _PARTS = 3  # names in the line that counts skipped entries
 _RATE = 64 << 20  # bytes needed to state a rate

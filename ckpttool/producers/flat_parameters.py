@@ -7,7 +7,7 @@ made of one.
 
 The flat parameter has all elements. Where its parameters begin follows from their shapes, their order, and the dtype in
 which they are computed, which the files do not say: what fits the number of elements, and the lengths of the pieces, in
-one way only is taken. `formats.rankfiles.flat` has the same for files of ranks, which keep the pieces of all.
+one way only is taken. `flat` has the same for files of ranks, which keep the pieces of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.formats.rankfiles.flat.parameters import owner_of, shapes_needed, unit_of, unordered
+from ckpttool.flat.fsdp1_parameters import owner_of, shapes_needed, unit_of, unordered
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.storage import files

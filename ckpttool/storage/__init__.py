@@ -1,1 +1,1 @@
-"""Bytes and where they are: local files, stores such as the Hugging Face Hub, and CRC-32."""
+"""Bytes and where they are: stores, locations in them, local files, and CRC-32."""

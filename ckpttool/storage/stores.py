@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 # A scheme, and the module of its store, imported on use: `locate(address)` to read, `destination(address)` to publish.
 STORES = {
     "": "ckpttool.storage.local",
-    "hf": "ckpttool.storage.hub",
-    **dict.fromkeys(("s3", "gs", "az", "https", "http"), "ckpttool.storage.cloud"),
+    "hf": "ckpttool.remote.hub",
+    **dict.fromkeys(("s3", "gs", "az", "https", "http"), "ckpttool.remote.cloud"),
 }
-_OTHERS = "ckpttool.storage.filesystems"  # of schemes that fsspec knows
+_OTHERS = "ckpttool.remote.filesystems"  # of schemes that fsspec knows
 
 T = TypeVar("T")
 Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream

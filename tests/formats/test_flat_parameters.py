@@ -29,14 +29,12 @@ from ckpttool.catalogue.entries import Extent, Tensor
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, CorruptError, UsageError
+from ckpttool.flat import fsdp1_optimizer, fsdp1_parameters, fsdp1_units
+from ckpttool.flat.pieces import Parameter, Rebuilt
 from ckpttool.formats.rankfiles import FORMAT
-from ckpttool.formats.rankfiles.flat import optimizer as flatoptim
-from ckpttool.formats.rankfiles.flat import parameters as flat
-from ckpttool.formats.rankfiles.flat import units as flatunits
 from ckpttool.layout.optimizer import names_of_ids as model_names
 from ckpttool.serialization import dtensor as sharded
 from ckpttool.serialization import torch_zip as torchzip
-from ckpttool.serialization.flat_pieces import Parameter, Rebuilt
 from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate
@@ -126,9 +124,9 @@ def shapes_of(whole: Mapping[str, Any]) -> OpenOptions:
     return OpenOptions({name: tuple(tensor.shape) for name, tensor in whole["model"].items()})
 
 
-def rebuilt(folder: Path, options: OpenOptions | None = None) -> tuple[Opened, flat.ModelParameters]:
+def rebuilt(folder: Path, options: OpenOptions | None = None) -> tuple[Opened, fsdp1_parameters.ModelParameters]:
     ranks = opened(folder)
-    return ranks, flat.model(ranks.part("model"), ranks.place, options or shapes_of(reference(folder)))
+    return ranks, fsdp1_parameters.model(ranks.part("model"), ranks.place, options or shapes_of(reference(folder)))
 
 
 def clean(tree: Any) -> Any:
@@ -146,7 +144,7 @@ def test_parameters_are_those_that_torch_gathered(ran: Callable[[int], Path], ca
     folder = ran(world) / case
     whole = reference(folder)
     ranks, model = rebuilt(folder)
-    assert flat.is_flat(ranks.part("model"))
+    assert fsdp1_parameters.is_flat(ranks.part("model"))
     found = ranks.filled(model.tensors)
     ignored = {"layers.0.gate", "layers.1.up.weight", "norm.bias"} if case.endswith("ignored") else set()
     assert set(model.whole) == {"seen", "rates"} | ignored
@@ -161,9 +159,9 @@ def test_parameters_are_those_that_torch_gathered(ran: Callable[[int], Path], ca
 def test_optimizers_are_those_that_torch_gathered(ran: Callable[[int], Path], case: str, world: int) -> None:
     folder = ran(world) / case
     ranks, model = rebuilt(folder)
-    assert flatoptim.is_raw(ranks.part("optim"), beside_flat=True)
-    assert flatoptim.is_raw(ranks.part("optim")) == (not case.endswith("ignored"))
-    found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted))
+    assert fsdp1_optimizer.is_raw(ranks.part("optim"), beside_flat=True)
+    assert fsdp1_optimizer.is_raw(ranks.part("optim")) == (not case.endswith("ignored"))
+    found = ranks.filled(fsdp1_optimizer.optimizer(ranks.part("optim"), ranks.place, model.counted))
     assert_same(found, clean(reference(folder)["optim"]))
 
 
@@ -173,8 +171,8 @@ def test_raw_optimizer_beside_a_model_by_name(ran: Callable[[int], Path], case: 
     """What verl saves: which modules are units is in no file."""
     folder = ran(world) / case
     ranks, whole = opened(folder), reference(folder)
-    assert not flat.is_flat(ranks.part("model"))
-    found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, named_of(ranks)))
+    assert not fsdp1_parameters.is_flat(ranks.part("model"))
+    found = ranks.filled(fsdp1_optimizer.optimizer(ranks.part("optim"), ranks.place, named_of(ranks)))
     assert_same(found, clean(whole["optim"]))
 
 
@@ -183,14 +181,14 @@ def test_raw_optimizer_beside_a_model_by_name(ran: Callable[[int], Path], case: 
 def test_each_replica_is_enough(ran: Callable[..., Path], case: str, replica: tuple[int, int]) -> None:
     folder = ran(4, "hybrid") / case
     ranks, whole = opened(folder), reference(folder)
-    found = flatoptim.optimizer(ranks.part("optim"), ranks.place, named_of(ranks), replica)
+    found = fsdp1_optimizer.optimizer(ranks.part("optim"), ranks.place, named_of(ranks), replica)
     assert_same(ranks.filled(found), clean(whole["optim"]))
     files_used = {chunk.extent.file for state in found["state"].values() for chunk in state["exp_avg"].chunks}
     assert files_used == set(replica)
 
 
 def named_of(ranks: Opened) -> list[Parameter]:
-    named = flatoptim.named(ranks.part("model"), ranks.place)
+    named = fsdp1_optimizer.named(ranks.part("model"), ranks.place)
     # Copies were saved of the shared parameter; it is the bytes that tell.
     assert [p.name for p in named if p.again] == ["head.weight"]
     assert [p.name for p in named if not p.certain] == ["rates"]
@@ -202,10 +200,10 @@ def named_of(ranks: Opened) -> list[Parameter]:
 def test_samples(name: str) -> None:
     whole = torch.load(CHECKPOINTS / name / "reference.pt", weights_only=False)
     ranks = Opened(sorted((CHECKPOINTS / name / "ckpt").glob("*rank*")))
-    model = flat.model(ranks.part("model"), ranks.place, shapes_of(whole))
+    model = fsdp1_parameters.model(ranks.part("model"), ranks.place, shapes_of(whole))
     assert_same(ranks.filled(model.tensors), clean({k: v for k, v in whole["model"].items() if k not in model.whole}))
     if "optim" in whole:
-        found = ranks.filled(flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted))
+        found = ranks.filled(fsdp1_optimizer.optimizer(ranks.part("optim"), ranks.place, model.counted))
         assert_same(found, clean(whole["optim"]))
 
 
@@ -214,8 +212,8 @@ def test_samples_of_verl(name: str) -> None:
     folder = CHECKPOINTS / name
     whole = torch.load(folder / "reference.pt", weights_only=False)
     model, optim = (Opened(sorted((folder / "ckpt").glob(f"{part}_world*"))) for part in ("model", "optim"))
-    counted = flatoptim.named(model.trees, model.place)
-    assert_same(optim.filled(flatoptim.optimizer(optim.trees, optim.place, counted)), clean(whole["optim"]))
+    counted = fsdp1_optimizer.named(model.trees, model.place)
+    assert_same(optim.filled(fsdp1_optimizer.optimizer(optim.trees, optim.place, counted)), clean(whole["optim"]))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -319,7 +317,7 @@ def test_shapes_of_another_model_do_not_fit_a_dcp_directory(ran: Callable[[int],
 def test_without_shapes_the_files_are_named(name: str) -> None:
     ranks = sampled(name)
     with pytest.raises(UsageError, match=r"rank0.pt.*rank1.pt.*LOCAL_STATE_DICT.*not the shapes") as caught:
-        flat.model(ranks.part("model"), ranks.place, OpenOptions(), [path.name for path in ranks.paths])
+        fsdp1_parameters.model(ranks.part("model"), ranks.place, OpenOptions(), [path.name for path in ranks.paths])
     assert caught.value.hint is not None and "--shapes FROM" in caught.value.hint
 
 
@@ -356,7 +354,7 @@ def shapes(name: str, **changes: tuple[int, ...] | None) -> OpenOptions:
 def refused(name: str, options: OpenOptions, error: type[CkptError] = CorruptError) -> CkptError:
     ranks = sampled(name)
     with pytest.raises(error) as caught:
-        flat.model(ranks.part("model"), ranks.place, options)
+        fsdp1_parameters.model(ranks.part("model"), ranks.place, options)
     assert caught.value.hint
     return caught.value
 
@@ -369,7 +367,7 @@ def test_a_parameter_without_a_shape_is_named() -> None:
 def test_one_shape_is_enough_for_a_shared_parameter() -> None:
     ranks = sampled("rank/fsdp1_local_w2")
     options = shapes("rank/fsdp1_local_w2", embed__weight=None)
-    tensors = flat.model(ranks.part("model"), ranks.place, options).tensors
+    tensors = fsdp1_parameters.model(ranks.part("model"), ranks.place, options).tensors
     assert list(tensors["embed.weight"].chunks) == list(tensors["lm_head.weight"].chunks)
 
 
@@ -380,7 +378,7 @@ def test_even_pieces_of_a_parameter_are_no_buffers() -> None:
         first[name] = replace(first[name], shape=second[name].shape)
     options = shapes("rank/fsdp1_local_w2", embed__weight=None, lm_head__weight=None)
     with pytest.raises(CorruptError, match=r"no shape for 2 parameters of the files: `embed.weight`, `lm_head.weight`"):
-        flat.model([first, second], ranks.place, options)
+        fsdp1_parameters.model([first, second], ranks.place, options)
 
 
 def test_flat_parameters_and_pieces_of_different_saves_are_refused() -> None:
@@ -389,7 +387,7 @@ def test_flat_parameters_and_pieces_of_different_saves_are_refused() -> None:
     for tree in trees:
         tree["layers.0._flat_param"] = tree["_flat_param"]
     with pytest.raises(CorruptError, match=r"`layers.0`: the pieces .* 399 elements, the flat parameter 212"):
-        flat.model(trees, ranks.place, shapes("rank/fsdp1_local_w2"))
+        fsdp1_parameters.model(trees, ranks.place, shapes("rank/fsdp1_local_w2"))
 
 
 def test_a_shape_of_another_size_is_refused() -> None:
@@ -419,7 +417,7 @@ def test_a_flat_parameter_needs_the_order_of_the_model() -> None:
     error = refused("rank/fsdp1_flat_w2", OpenOptions(dict(sorted(options.shapes.items())), ordered=False), UsageError)
     assert "not in that of the model" in error.message and "JSON" in str(error.hint)
     ranks = sampled("rank/fsdp1_local_w2")
-    by_name = flat.model(ranks.part("model"), ranks.place, OpenOptions(options.shapes, ordered=False))
+    by_name = fsdp1_parameters.model(ranks.part("model"), ranks.place, OpenOptions(options.shapes, ordered=False))
     assert len(by_name.tensors) == 17
 
 
@@ -437,7 +435,7 @@ def test_a_missing_rank_is_a_hole() -> None:
     for name in ("rank/fsdp1_local_w2", "rank/fsdp1_flat_w2"):
         ranks = sampled(name)
         with pytest.raises(CorruptError, match="are in no chunk") as caught:
-            flat.model(ranks.part("model")[:1], ranks.place, shapes(name))
+            fsdp1_parameters.model(ranks.part("model")[:1], ranks.place, shapes(name))
         assert "rank's file is missing" in str(caught.value.hint)
 
 
@@ -446,17 +444,17 @@ def test_ranks_that_disagree_are_named() -> None:
     first, second = ranks.part("model")
     del second["norm.weight"]
     with pytest.raises(CorruptError, match=r"rank 0 and rank 1 do not have the same entries: `norm.weight`"):
-        flat.model([first, second], ranks.place, shapes("rank/fsdp1_local_w2"))
+        fsdp1_parameters.model([first, second], ranks.place, shapes("rank/fsdp1_local_w2"))
     optim = ranks.part("optim")
     optim[1]["param_groups"][0]["lr"] = 7.0
     counted = rebuilt_sample("rank/fsdp1_local_w2").counted
     with pytest.raises(CorruptError, match="`param_groups` are others on rank 1 than on rank 0: `lr`"):
-        flatoptim.optimizer(optim, ranks.place, counted)
+        fsdp1_optimizer.optimizer(optim, ranks.place, counted)
 
 
-def rebuilt_sample(name: str) -> flat.ModelParameters:
+def rebuilt_sample(name: str) -> fsdp1_parameters.ModelParameters:
     ranks = sampled(name)
-    return flat.model(ranks.part("model"), ranks.place, shapes(name))
+    return fsdp1_parameters.model(ranks.part("model"), ranks.place, shapes(name))
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -464,7 +462,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     optim = ranks.part("optim")
     counted = [c for c in rebuilt_sample("rank/fsdp1_local_w2").counted if c.name != "layers.0.up.bias"]
     with pytest.raises(CorruptError, match=r"16 parameters or units, does not follow.* 15 of the model"):
-        flatoptim.optimizer(optim, ranks.place, counted)
+        fsdp1_optimizer.optimizer(optim, ranks.place, counted)
 
 
 def test_state_that_is_not_elementwise_is_refused() -> None:
@@ -472,7 +470,7 @@ def test_state_that_is_not_elementwise_is_refused() -> None:
     optim = ranks.part("optim")
     optim[0]["state"][4]["row_var"] = optim[0]["state"][2]["exp_avg"]
     with pytest.raises(CorruptError, match=r"state 4 of rank 0 is not of one size.*`exp_avg` \[46\].*`row_var` \[7\]"):
-        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
+        fsdp1_optimizer.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
 
 
 def test_state_that_one_rank_lacks_is_refused() -> None:
@@ -480,7 +478,7 @@ def test_state_that_one_rank_lacks_is_refused() -> None:
     optim = ranks.part("optim")
     del optim[1]["state"][0]["exp_avg"]
     with pytest.raises(CorruptError, match="`exp_avg` of 0 is there on rank 0, but not on rank 1"):
-        flatoptim.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
+        fsdp1_optimizer.optimizer(optim, ranks.place, rebuilt_sample("rank/fsdp1_local_w2").counted)
 
 
 def test_state_of_a_unit_that_one_rank_lacks_is_refused(ran: Callable[[int], Path]) -> None:
@@ -488,14 +486,14 @@ def test_state_of_a_unit_that_one_rank_lacks_is_refused(ran: Callable[[int], Pat
     optim = ranks.part("optim")
     del optim[1]["state"][1]
     with pytest.raises(CorruptError, match=r"`exp_avg` of 1 has 150 elements on all ranks, but .* need 224"):
-        flatoptim.optimizer(optim, ranks.place, model.counted)
+        fsdp1_optimizer.optimizer(optim, ranks.place, model.counted)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_which_of_two_like_units_was_frozen_is_not_guessed(ran: Callable[[int], Path], world: int) -> None:
     ranks, model = rebuilt(ran(world) / "flat_frozen")
     with pytest.raises(UsageError, match=r"fit in more ways than one: .*`layers.1") as caught:
-        flatoptim.optimizer(ranks.part("optim"), ranks.place, model.counted)
+        fsdp1_optimizer.optimizer(ranks.part("optim"), ranks.place, model.counted)
     assert "FSDP.optim_state_dict" in str(caught.value.hint)
 
 
@@ -503,8 +501,8 @@ def test_which_of_two_like_units_was_frozen_is_not_guessed(ran: Callable[[int], 
 
 
 def shared(numel: int, given: dict[str, tuple[int, ...]]) -> dict[str, str]:
-    unit = flat._Flat("", DTYPES["float32"], numel, ())
-    return {name: first for name, first in flat._ties(unit, given).items() if name != first}
+    unit = fsdp1_parameters._Flat("", DTYPES["float32"], numel, ())
+    return {name: first for name, first in fsdp1_parameters._ties(unit, given).items() if name != first}
 
 
 def test_shared_parameters_are_told_by_what_is_missing() -> None:
@@ -559,7 +557,7 @@ def test_the_layers_of_a_large_model_are_found(world: int) -> None:
     parameters = llm(80)
     layers = [f"model.layers.{i}" for i in range(80)]
     with no_hang():
-        found = flatunits.derive(parameters, [steps(parameters, ["", *layers], world)], world)
+        found = fsdp1_units.derive(parameters, [steps(parameters, ["", *layers], world)], world)
     assert [[unit.name for unit in units] for units in found] == [["", *layers]]
     assert {p.name for p in found[0][0].parameters} == {p.name for p in parameters if "layers" not in p.name}
 
@@ -569,14 +567,14 @@ def test_embeddings_and_layers_within_layers_are_found() -> None:
     units = ["", "model.embed_tokens"]
     for i in range(3):
         units += [f"model.layers.{i}", f"model.layers.{i}.mlp"]
-    found = flatunits.derive(parameters, [steps(parameters, [*units, "lm_head"], 4)], 4)
+    found = fsdp1_units.derive(parameters, [steps(parameters, [*units, "lm_head"], 4)], 4)
     assert [[unit.name for unit in answer] for answer in found] == [[*units, "lm_head"]]
 
 
 def test_units_that_fit_in_two_ways_are_both_said() -> None:
     parameters = [Parameter("a.w", (4, 2)), Parameter("b.w", (2, 4)), Parameter("c.w", (8, 1))]
-    found = flatunits.derive(parameters, [[8, 4]], 2)
+    found = fsdp1_units.derive(parameters, [[8, 4]], 2)
     assert len(found) == 2
-    assert flatunits.derive(parameters, [[8, 5]], 2) == []
-    assert flatunits.derive(parameters, [[12]], 2) != []
-    assert flatunits.derive(parameters, [[12, 4]], 2) == []
+    assert fsdp1_units.derive(parameters, [[8, 5]], 2) == []
+    assert fsdp1_units.derive(parameters, [[12]], 2) != []
+    assert fsdp1_units.derive(parameters, [[12, 4]], 2) == []

@@ -68,8 +68,8 @@ def in_the_cache(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def in_a_bucket(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Location:
     obstore = pytest.importorskip("obstore")
-    from ckpttool.storage.cloud.address import BucketAddress
-    from ckpttool.storage.cloud.store import CloudStore
+    from ckpttool.remote.cloud.address import BucketAddress
+    from ckpttool.remote.cloud.store import CloudStore
 
     bucket = obstore.store.MemoryStore()
     for path in directory.rglob("*"):

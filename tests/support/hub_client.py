@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
-from ckpttool.storage.hub import answers, retries
+from ckpttool.remote.hub import answers, retries
 from support.hub_server import WRITER, Hub
 
 

@@ -37,9 +37,9 @@ from ckpttool.operations.samples import Samples
 from ckpttool.operations.show import Shown
 from ckpttool.operations.verify.report import Report
 from ckpttool.operations.write import Conversion
+from ckpttool.remote.cloud.upload import Uploaded
+from ckpttool.remote.hub.upload import Sent
 from ckpttool.resume import results as resume
-from ckpttool.storage.cloud.upload import Uploaded
-from ckpttool.storage.hub.upload import Sent
 from ckpttool.version import schema
 from support.json_reference import fields
 from support.paths import ROOT

@@ -8,7 +8,7 @@
 
 What comes out has the names of any other checkpoint: `model`, `optimizer` under names of parameters, `lr_scheduler`,
 `loss_scaler`, counters. Names of files: see `members`. Where parameters lie in the pieces: see
-`serialization.zero_partitions`.
+`flat.zero_partitions`.
 
 Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_common_checkpoint_state`), `runtime/zero/stage_1_and_2.py` and
 `stage3.py` (`state_dict`), `runtime/bf16_optimizer.py`, `utils/zero_to_fp32.py`, `checkpoint/ds_to_universal.py`.

@@ -18,13 +18,13 @@ from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, TorchSize, stub_name
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
+from ckpttool.flat import zero_partitions as partitions
+from ckpttool.flat.pieces import FlatPiece, Parameter, PieceColumns, Rebuilt, is_line, lined_up, rebuild
+from ckpttool.flat.zero_partitions import Line, Partition
 from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.serialization import torch_file, unpickler
-from ckpttool.serialization import zero_partitions as partitions
-from ckpttool.serialization.flat_pieces import FlatPiece, Parameter, PieceColumns, Rebuilt, is_line, lined_up, rebuild
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
-from ckpttool.serialization.zero_partitions import Line, Partition
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location

@@ -5,7 +5,7 @@
     ZeRO 3      zero_pp_rank_0_..._model_states.pt   the model without parameters, rank 0's elements of frozen ones
                 zero_pp_rank_0_..._optim_states.pt   rank 0's elements of each parameter
 
-The elements of parameters lie in flat tensors, where `serialization.zero_partitions` says; what is padding stays zero.
+The elements of parameters lie in flat tensors, where `flat.zero_partitions` says; what is padding stays zero.
 ZeRO 1 and 2 have the weights twice: as pieces, and in `module`, from which DeepSpeed takes those that it computes with.
 The catalogue has the names that the reader gives, and parameter groups as lists of names.
 
@@ -29,9 +29,9 @@ from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Rec
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 from ckpttool.catalogue.warning import Warning
+from ckpttool.flat import zero_partitions as partitions
+from ckpttool.flat.zero_partitions import Partition
 from ckpttool.serialization import torch_tree, torch_zip_writer
-from ckpttool.serialization import zero_partitions as partitions
-from ckpttool.serialization.zero_partitions import Partition
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, with_zeros
 from ckpttool.storage.stores import Location

@@ -13,9 +13,9 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.rankfiles import discover, rank_file
 from ckpttool.formats.rankfiles.compare import check_parts
 from ckpttool.formats.rankfiles.discover import RankSet
-from ckpttool.formats.rankfiles.flat.restore import Rebuilding, is_needed
 from ckpttool.formats.rankfiles.merge import ONE_SAVE, RankMerger, RankState
 from ckpttool.formats.rankfiles.rank_file import RankFile
+from ckpttool.formats.rankfiles.restore import Rebuilding, is_needed
 from ckpttool.serialization import unpickler
 from ckpttool.serialization.dtensor import RankShard
 from ckpttool.storage import files

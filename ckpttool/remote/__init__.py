@@ -1,0 +1,1 @@
+"""Stores on other machines: the Hugging Face Hub, object stores, and what fsspec knows."""
