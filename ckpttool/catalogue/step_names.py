@@ -35,10 +35,17 @@ WORDS = (*STEPS, *_BATCH, *EPOCHS)
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
 NUMBERS = (*STEPS, *_patterns(_BEFORE.format(_SAVE), r"^(\d+)$"), *EPOCHS, *_patterns(_AFTER.format(_SAVE)), _LARGE[2])
+# What is measured, and no count: `net_loss=-3.pt`. `reward_100.pt` may be a network of that name.
+MEASURED = re.compile(
+    r"(?<![a-z])(?:(?:loss|acc|accuracy|psnr|ssim|fid|bleu|ppl|perplexity|m?iou|auc|wer|cer|mae|r?mse)(?:=-?|[-_.]?)"
+    r"|(?:metric|score|reward|return|error|map)=-?)\d+(?:\.\d+)?(?:e[-+]\d+)?",
+    re.IGNORECASE,
+)
 # What has numbers and is not a step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
     r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|"
-    r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+",
+    r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+"
+    rf"|{MEASURED.pattern}",
     re.IGNORECASE,
 )
 # What numbers the parts of a checkpoint, or is a step: `optimizer_1.pt`, `optimizer_100.pt` beside `model_100.pt`.

@@ -1,6 +1,7 @@
 """Files of a directory each of which is a checkpoint of a run, and no part of one: told by what they hold.
 
 best_acc.pt best_loss.pt last.pt         the same tensors, and all names say which of the run it is
+net_loss=-3.pt net_loss=-6.pt            the same
 checkpoint.pth.tar model_best.pth.tar    the same tensors, a model with its optimizer each
 a.pt b.pt c.pt latest.pt -> b.pt         the same tensors, and a link or a text names one of them
 G_A.pth G_B.pth model.pt ema.pt          the same tensors, and parts of one checkpoint
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
 from ckpttool.catalogue.models import is_averaged
-from ckpttool.catalogue.step_names import pattern_of, step_in
+from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.directory import Directory
@@ -76,8 +77,9 @@ def _are_apart(
 
 
 def _said(name: str) -> str:
-    """Return the word in a name for which of a run it is, "" without one."""
-    match = COPY.search(name.rpartition("/")[2])
+    """Return what a name says of which of a run it is, "" if nothing: `best`, `loss=-3`."""
+    last = name.rpartition("/")[2]
+    match = COPY.search(last) or MEASURED.search(last)
     return match[0].lower() if match is not None else ""
 
 

@@ -99,13 +99,14 @@ class Mounted(NamedTuple):
 
 @dataclass(slots=True)
 class Layout:
-    """The components of a directory. `missing` are reasons why the checkpoint is not complete, `unreadable` the errors
-    of files that are neither components nor assets."""
+    """The components of a directory. `missing` are reasons why the checkpoint is not complete, `absent` the parts that
+    no file of the framework holds, `unreadable` the errors of files that are neither components nor assets."""
 
     components: list[Component] = field(default_factory=list)
     assets: list[str] = field(default_factory=list)
     warnings: list[Warning] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unreadable: dict[str, CkptError] = field(default_factory=dict)
 
@@ -133,6 +134,7 @@ class Layout:
         self.assets += map(below, other.assets)
         self.unknown += map(below, other.unknown)
         self.warnings += other.warnings
+        self.absent += other.absent
         self.unreadable |= {below(name): error for name, error in other.unreadable.items()}
         self.missing += [f"`{folder}/`: {text}" for text in other.missing]
 
@@ -260,7 +262,7 @@ def match_components(
     directory: Directory, patterns: Iterable[Pattern], expected: Sequence[str] = (), root: Path = ()
 ) -> Layout:
     """Match each name with the first pattern that fits; other names are `unknown`. `expected` are roots that a complete
-    save of the framework always has; a warning names those that lack."""
+    save of the framework always has; those that lack are `absent`."""
     layout = Layout()
     remaining = dict.fromkeys(directory.names)
     for pattern in patterns:
@@ -280,9 +282,7 @@ def match_components(
     present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
     if any(c.root == root for c in layout.components):
         present |= {"model", "optimizer"}  # that has its own keys
-    absent = [name for name in expected if name not in present]
-    if absent:
-        layout.warnings.append(Warning("missing-part", f"there is no {' and no '.join(absent)} in it"))
+    layout.absent = [name for name in expected if name not in present]
     return layout
 
 

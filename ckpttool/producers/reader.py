@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
-from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.catalogue.models import is_averaged
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -20,7 +21,7 @@ from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.producers import contents, twins
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import Component, Layout, Mounted, Producer
+from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest
 from ckpttool.producers.directory import Directory
 from ckpttool.producers.template import is_copied
 from ckpttool.storage.stores import Location
@@ -31,6 +32,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     """Open a directory of a framework, with the files that the framework does not know. A component that cannot be
     opened is a fault, unless it is the only one. Raises ReadError or CorruptError."""
     layout = producer.layout(directory)
+    own = {component.root for component in layout.components}
     folders = [component.name for component in layout.components if component.name.endswith("/")]
     layout.add(contents.layout(directory, layout.unknown, beside=True, folders=folders))
     is_alone = all(component.spare or not component.root for component in layout.components)
@@ -45,7 +47,21 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     ]
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
+    source.catalogue.warnings += _absent_parts(layout.absent, own, source.catalogue)
     return source
+
+
+def _absent_parts(absent: Collection[str], own: Collection[Path], catalogue: Catalogue) -> Iterator[Warning]:
+    """Yield a warning of the parts that no file of the framework holds, unless a file of others does, such as the
+    `unet/` that a hook of accelerate saves in place of its model."""
+    others = {one.root: one.name for one in catalogue.facts.get("components", ()) if one.root not in own}
+    if absent and others:
+        parts.assign(catalogue)
+        beside = (entry for path, entry in catalogue.entries.items() if deepest(path, others) is not None)
+        held = {entry.part.kind for entry in beside if not is_averaged(entry.part.root)}
+        absent = [part for part in absent if part not in held]
+    if absent:
+        yield Warning("missing-part", f"there is no {' and no '.join(dict.fromkeys(absent))} in it")
 
 
 def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> Layout:

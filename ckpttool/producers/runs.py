@@ -411,6 +411,12 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{order[-1]}*"
         path = directory.path.escaped() / pattern
         yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step), order)
+    # What is pointed to was saved last: `model_final.pth` beside `model_0004999.pth`.
+    without_step = {n for n in data if not any(n in of_step for of_step in files.values())} if files else set()
+    for name in dict.fromkeys(target for _, target in pointers(directory) if target in without_step):
+        path, nbytes, last = directory.at(name), directory.size(name), max(place.order for place in files)
+        kind = "safetensors" if name.endswith(".safetensors") else "torch"
+        yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)
 
 
 def _below_parts(directory: Directory) -> list[str]:

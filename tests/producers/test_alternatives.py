@@ -77,6 +77,24 @@ def test_a_link_or_a_text_says_which(of: Any, tmp_path: Path) -> None:
     assert opened(tmp_path) == {"c.pt"}
 
 
+def test_a_text_names_a_file_without_a_step_beside_steps(tmp_path: Path) -> None:
+    """As fvcore's `Checkpointer` writes it, at the end of training too."""
+    save(tmp_path, "model_0000001.pth model_0000003.pth model_final.pth")
+    assert opened(tmp_path) == {"model_0000003.pth"}
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
+    assert opened(tmp_path) == {"model_final.pth"}
+    (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+    assert opened(tmp_path) == {"model_0000003.pth"}
+
+
+def test_a_measured_number_is_no_step(tmp_path: Path) -> None:
+    save(tmp_path, "net_loss=-3.pt net_loss=-6.pt", model)
+    with pytest.raises(ReadError, match="nothing says which is the newest"):
+        ckpttool.inspect(tmp_path)
+    save(tmp_path, "net_epoch=1_loss=7.pt net_epoch=2_loss=5.pt", model)
+    assert opened(tmp_path) == {"net_epoch=2_loss=5.pt"}
+
+
 @pytest.mark.parametrize("names", ["best_acc.pt best_loss.pt", "a.pt b.pt", "fold_1.pt fold_2.pt fold_3.pt"])
 def test_they_are_asked_for_by_name(names: str, tmp_path: Path) -> None:
     save(tmp_path, names)

@@ -480,6 +480,15 @@ def test_without_an_optimizer_it_opens_with_a_warning(tmp_path: Path) -> None:
     assert [str(w) for w in catalogue.warnings] == ["there is no optimizer in it"]
 
 
+@pytest.mark.parametrize(("name", "warnings"), [("unet/model", []), ("ema", ["there is no model in it"])])
+def test_a_model_that_a_hook_saves_in_a_folder_is_the_model(name: str, warnings: list[str], tmp_path: Path) -> None:
+    """As the training scripts of diffusers do, with the model's average beside it."""
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / f"{name}.safetensors").parent.mkdir(exist_ok=True)
+    (folder / "model.safetensors").rename(folder / f"{name}.safetensors")
+    assert [str(w) for w in inspect(folder).warnings] == warnings
+
+
 def test_what_is_not_known_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "checkpoint_0")
     (folder / "notes.xyz").touch()

@@ -392,7 +392,9 @@ def test_several_processes(store: Hub, tmp_path: Path, made: dict[int, dict[str,
 
     def start(*words: str | Path) -> subprocess.Popen[str]:
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([*forked_launcher(), "2", *map(str, words)], env=variables_of(store, tmp_path), **pipes)
+        # Not from the server of warm processes, whose children the ranks would be.
+        launcher = [sys.executable, forked_launcher()[-1], "2"]
+        return subprocess.Popen([*launcher, *map(str, words)], env=variables_of(store, tmp_path), **pipes)
 
     running = start(*program)
 

@@ -94,7 +94,13 @@ def check_same(hub: Hub, folder: Path, name: str) -> None:
                 list(far.tensors())
             return
         for one, other in zip(far.tensors(), tensors, strict=True):
-            np.testing.assert_array_equal(one.bits(), other.bits())
+            try:
+                expected_bits = other.bits()
+            except CkptError as error:  # of what only one rank saved
+                with pytest.raises(type(error)):
+                    one.bits()
+                continue
+            np.testing.assert_array_equal(one.bits(), expected_bits)
     try:
         ckpttool.convert(here, folder / "near.pt")
     except CkptError:
