@@ -46,6 +46,11 @@ def is_of_no_state(head: bytes) -> bool:
     return _NO_STATE.match(head) is not None
 
 
+def is_archive(error: CkptError) -> bool:
+    """Return whether a file is no checkpoint, but an archive that may hold some, by the error for it."""
+    return error.hint in (_UNPACK, _UNPACK_ALL, _UNZIP)
+
+
 def _unknown_pattern(path: str, location: Location) -> ReadError:
     names = [str(name) for name in location.matches()]
     text = f"`{path}` matches no files of ranks"
@@ -97,16 +102,18 @@ def _as_text(head: bytes) -> str:
     return line if text.replace("\n", "").replace("\t", "").replace("\r", "").isprintable() else ""
 
 
-def _unknown_directory(location: Location) -> ReadError:
+def _unknown_directory(location: Location) -> CkptError:
     names = location.names()
     if not names:
         return ReadError(f"`{location}`: an empty directory", hint=_INCOMPLETE, file=location)
     inside = [name for name in names[:1000] if any(row.recognise(location / name) for row in CHECKPOINTS)]
     if inside:
         return found_inside(location, inside[::-1])
-    for name in names[:1000]:
-        if (location / name).is_file():
-            (location / name).check_readable()
+    files_in = [location / name for name in names[:1000] if (location / name).is_file()]
+    for file in files_in:
+        file.check_readable()
+    if len(files_in) == len(names) == 1 and is_archive(error := _unknown_file(files_in[0])):
+        return error
     if "saved_model.pb" in names or any(re.fullmatch(r".+\.data-\d{5}-of-\d{5}", name) for name in names):
         return ReadError(f"`{location}`: a checkpoint of TensorFlow, by its names", hint=_OTHER, file=location)
     more = ", ..." if len(names) > _SHOWN else ""

@@ -23,7 +23,7 @@ from ckpttool.catalogue.entries import Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
-from ckpttool.formats.detect import detect, is_of_no_state
+from ckpttool.formats.detect import detect, is_archive, is_of_no_state
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
@@ -57,7 +57,8 @@ _ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
 _LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
 _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
 _HEAD = 4096
-_STATE = "it may hold training state; `--only` leaves it out"
+_LEFT_OUT = "`--only` leaves it out"
+_STATE = f"it may hold training state; {_LEFT_OUT}"
 
 
 def layout(
@@ -264,6 +265,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         except CkptError as error:
             is_data = formats.DATA_FILE.fullmatch(name) is not None
             hint = error.hint if is_data or type(error) is not ReadError else _STATE
+            hint = f"{error.hint}; {_LEFT_OUT}" if is_archive(error) else hint
             layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
 
 

@@ -160,6 +160,19 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
     assert "a zip archive, but not one of torch.save (`IMG_1.jpg`, ...)\nhint: unpack it, " in said
 
 
+def test_an_archive_in_a_directory(tmp_path: Path) -> None:
+    """As Stable-Baselines3 saves a model, alone and beside its replay buffer."""
+    (folder := tmp_path / "agent").mkdir()
+    with zipfile.ZipFile(folder / "model.zip", "w") as archive:
+        archive.writestr("policy.pth", b"")
+    said = run("inspect", str(folder)).stderr
+    assert "model.zip`: a zip archive, but not one of torch.save (`policy.pth`, ...)\nhint: unpack it, " in said
+    torch.save({"a": torch.ones(2)}, folder / "replay.pt")
+    said = run("convert", str(folder), str(tmp_path / "out.pt")).stderr
+    assert "hint: unpack it, `unzip FILE -d DIR`, and name the directory" in said
+    assert "is read; `--only` leaves it out" in said
+
+
 def test_an_empty_word_is_a_variable_that_is_not_set() -> None:
     for words in (["inspect", ""], ["convert", FULL, ""], ["inspect", FULL, "--html", ""]):
         done = run(*words)
