@@ -13,9 +13,9 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     """Return the path of the first tensor with the same extents, for each later one. Tensors without elements
     have no bytes to share. An alias has the same dtype, shape and boxes too: a transposed view of the same storage is
     another tensor, and so are the same bytes in another order."""
-    tensors = [tensor for tensor in tensors if tensor.numel]
     # Of a million tensors few begin where another one does.
-    begins = [chunks.offset[0] << 20 | chunks.file[0] if (chunks := tensor.chunks) else -1 for tensor in tensors]
+    tensors = [tensor for tensor in tensors if tensor.chunks.file]
+    begins = [(chunks := tensor.chunks).offset[0] << 20 | chunks.file[0] for tensor in tensors]
     if len({*begins}) == len(begins):
         return {}
     seen: set[int] = set()
@@ -23,7 +23,7 @@ def find_aliases(tensors: Iterable[Tensor]) -> dict[Path, Path]:
     first: dict[tuple[object, ...], Path] = {}
     aliases: dict[Path, Path] = {}
     for tensor, begin in zip(tensors, begins, strict=True):
-        if begin not in repeated:
+        if begin not in repeated or not tensor.numel:
             continue
         c = tensor.chunks
         boxes_and_codecs = map(tuple, (c.offsets, c.sizes, c.strides.items(), c.codecs.items()))

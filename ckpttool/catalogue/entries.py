@@ -512,10 +512,14 @@ class Entries(Sequence[E]):
         self._kind: type[E] = kind
 
     def __iter__(self) -> Iterator[E]:
-        return (entry for entry in self._entries.values() if isinstance(entry, self._kind))
+        return iter(self._all())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._all())
+
+    def _all(self) -> list[E]:
+        kind = self._kind
+        return [entry for entry in self._entries.values() if isinstance(entry, kind)]
 
     def __contains__(self, entry: object) -> bool:
         return any(one is entry or entry in (one.name, one.path) for one in self)
@@ -524,7 +528,7 @@ class Entries(Sequence[E]):
         """Return the entry at a position or called by a name, or a list for a slice of positions. Raises KeyError, with
         the nearest names, for an unknown one."""
         if not isinstance(index, (str, tuple)):
-            return list(self)[index]
+            return self._all()[index]
         for entry in self:
             if index in (entry.name, entry.path):
                 return entry

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
-from ckpttool.catalogue.signatures import KeyNode, is_module_name, tree
+from ckpttool.catalogue.signatures import KeyNode, is_generator, is_module_name, tree
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
@@ -182,11 +182,12 @@ class _Division:
 
 def _kind_of(key: object, child: KeyNode) -> str | None:
     """Return the kind of a child by its content, or by its name where that agrees with what it holds."""
+    if not child.children and isinstance(child.entry, Tensor) and not is_generator(child.entry):  # as most are
+        kind = kind_of_key(key)
+        return kind if kind is not None and _tells(kind, child) else None
     if child.kind is not None:
         return child.kind
     kind = kind_of_key(key)
-    if not child.children and isinstance(child.entry, Tensor):  # as most are
-        return kind if kind is not None and _tells(kind, child) else None
     if child.has_metadata and child.is_state_dict and not _is_statistics(child, kind):
         return "model"
     if kind is not None and _tells(kind, child):

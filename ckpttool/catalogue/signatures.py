@@ -144,7 +144,7 @@ def is_module_name(key: object) -> bool:
 
 def _kind(node: KeyNode) -> str | None:
     if isinstance(node.entry, Tensor):
-        return "rng" if _is_generator(node.entry) else None
+        return "rng" if is_generator(node.entry) else None
     if isinstance(node.entry, Object):
         return _kind_of_object(node.entry)
     children = node.children
@@ -208,7 +208,8 @@ def _is_random(key: object) -> bool:
     return isinstance(key, str) and _RANDOM.fullmatch(key[:80]) is not None
 
 
-def _is_generator(tensor: Tensor) -> bool:
+def is_generator(tensor: Tensor) -> bool:
+    """Return whether a tensor is as long as the state of a generator, and of its dtype."""
     size = tensor.shape[0] if len(tensor.shape) == 1 else 0
     if tensor.dtype.name == "uint8":
         return size in _GENERATORS

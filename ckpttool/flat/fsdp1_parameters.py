@@ -117,6 +117,8 @@ def unordered(flat: str, count: int, **facts: Any) -> UsageError:
 
 def unit_of(name: Any) -> str | None:
     """Return the module whose flat parameter this is the name of; the root is ""."""
+    if isinstance(name, str) and not name.endswith(FLAT_PARAM):  # as of a million tensors all
+        return None
     unit, _, last = spelt(name).rpartition(".")
     return unit if last == FLAT_PARAM else None
 

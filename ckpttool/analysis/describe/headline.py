@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpttool.analysis.describe.optimizers import OptimizerSummary
+from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.models import Models
 from ckpttool.text import count, plural
@@ -65,11 +66,12 @@ def headline(
 ) -> Headline:
     """Return the headline. `tied` are tensors whose bytes another one has, which are not counted again."""
     found = parameters(every, tied)
-    elements, dtypes = 0, Counter[str]()
+    of_dtype: dict[str, int] = {}
     for tensor in found:
-        numel, dtype = tensor.numel, tensor.dtype
-        elements += numel
-        dtypes[dtype.name] += numel * dtype.itemsize
+        name = tensor.dtype.name
+        of_dtype[name] = of_dtype.get(name, 0) + tensor.numel
+    elements = sum(of_dtype.values())
+    dtypes = Counter({name: numel * dtype(name).itemsize for name, numel in of_dtype.items()})
     classes = catalogue.facts.get("architectures")
     layers = catalogue.facts.get("num_hidden_layers")
     recognised = catalogue.facts.get("recognised", {}).get("parameters")
@@ -109,15 +111,18 @@ def _layers(tensors: Sequence[Tensor]) -> int | None:
     numbers: defaultdict[str, set[int]] = defaultdict(set)
     sizes: Counter[str] = Counter()
     module, stack = "", ""
+    size = 0
     for tensor in tensors:
         above = tensor.fqn.rpartition(".")[0]
         if above != module:  # as neighbours are mostly of one module
+            sizes[stack] += size
             match = _LAYERS.match(f"{above}.")
-            module, stack = above, match[1] if match else ""
+            module, stack, size = above, match[1] if match else "", 0
             if match:
                 numbers[stack].add(int(match[2]))
-        if stack:
-            sizes[stack] += tensor.numel
+        size += tensor.numel
+    sizes[stack] += size
+    del sizes[""]
     if not sizes:
         return None
     (stack, size), *others = sizes.most_common()

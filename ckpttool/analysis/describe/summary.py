@@ -16,6 +16,7 @@ from ckpttool.analysis.describe.optimizers import optimizers
 from ckpttool.analysis.describe.warnings import copies, findings
 from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.counters import epoch, step
+from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.findings import DAMAGE
 from ckpttool.catalogue.models import Models, models
@@ -150,19 +151,18 @@ def _parts(by_part: Mapping[Part, Iterable[Entry]], every: Models, aliases: Mapp
 
 def _part(part: Part, entries: Iterable[Entry], aliases: Mapping[Path, Path]) -> PartFigures:
     line = PartFigures(part.kind, dotted(part.root), str(part))
+    elements: dict[str, int] = {}
     for entry in entries:
         if isinstance(entry, Object):
             line.object_count += 1
             continue
         line.tensor_count += 1
-        line.dtypes.setdefault(entry.dtype.name, 0)
-        if entry.path not in aliases:
-            numel = entry.numel
-            nbytes = numel * entry.dtype.itemsize
-            line.numel += numel
-            line.payload_bytes += nbytes
-            line.dtypes[entry.dtype.name] += nbytes
-    line.dtypes = dict(sorted(line.dtypes.items(), key=lambda item: -item[1]))
+        own = entry.numel if entry.path not in aliases else 0
+        name = entry.dtype.name
+        elements[name] = elements.get(name, 0) + own
+    nbytes = {name: numel * dtype(name).itemsize for name, numel in elements.items()}
+    line.numel, line.payload_bytes = sum(elements.values()), sum(nbytes.values())
+    line.dtypes = dict(sorted(nbytes.items(), key=lambda item: -item[1]))
     return line
 
 
