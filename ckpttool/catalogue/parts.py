@@ -227,8 +227,12 @@ def _is_around(kind: str, child: KeyNode) -> bool:
 
 
 def _is_settings(node: KeyNode) -> bool:
-    """Return whether this is a dict of plain values, and no extra state of a module."""
-    return bool(node.children) and all(isinstance(e, Object) and e.path[-1] != "_extra_state" for e in node.entries())
+    """Return whether this is a dict of plain values, and no extra state of a module, which may be a dict, too."""
+    return bool(node.children) and all(isinstance(e, Object) and not _is_extra(e.path) for e in node.entries())
+
+
+def _is_extra(path: Path) -> bool:
+    return any(str(key)[-200:].rpartition(".")[2] == "_extra_state" for key in path)
 
 
 def _optimizers(node: KeyNode, path: Path) -> Iterator[tuple[KeyNode, Path]]:

@@ -191,8 +191,25 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None, format: st
     options = StateDictOptions(full_state_dict=is_fsdp1(model), cpu_offload=is_fsdp1(model) and is_off_cpu)
     state = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
-        state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
+        with _not_stepped(optimizer):
+            state["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
     return state
+
+
+@contextmanager
+def _not_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from stepping an optimizer that has no state on any rank, to get some: Adam would count that step, and
+    Rprop keep its learning rate, which is 0."""
+    attributes: dict[str, Any] = vars(optimizer)
+    step = attributes.get("step")  # of the object itself: a schedule counts the calls
+    if not any(collectives.all_gather_of(lambda: bool(optimizer.state))):
+        attributes["step"] = lambda closure=None: None
+    try:
+        yield
+    finally:
+        attributes.pop("step", None)
+        if step is not None:
+            attributes["step"] = step
 
 
 def _models(extra: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:

@@ -224,6 +224,16 @@ def test_extra_state_that_cannot_be_loaded(tmp_path: Path, saved: nn.Module, wor
     assert model[0].state == "own"
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
+def test_extra_state_that_is_a_dict_of_numbers_is_of_the_model(tmp_path: Path, to: str) -> None:
+    model = nn.Sequential(Scaled({"steps": 3, "names": ["a"]}), nn.Linear(3, 2))
+    torch.save({"model": model.state_dict(), "step": 1}, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "b", to=to, only="model")
+    own = nn.Sequential(Scaled("own"), nn.Linear(3, 2))
+    ckpttool.load(tmp_path / "b", own)
+    assert own[0].state == {"steps": 3, "names": ["a"]}
+
+
 def test_what_is_not_compared(tmp_path: Path) -> None:
     """A part of a large storage has no checksum of its own, and safetensors has none at all."""
     model = nn.Linear(8, 4, bias=False)
@@ -562,6 +572,36 @@ def test_one_rank_saves_what_is_its_own_as_that(tmp_path: Path, format: str) -> 
     with ckpttool.open(tmp_path / "saved") as checkpoint:
         assert ("rng", "rank0", "torch") in checkpoint.catalogue.entries
     assert torch.equal(ckpttool.load(tmp_path / "saved", None).rest["rng"]["torch"], mine["torch"])
+
+
+@pytest.mark.parametrize("kind", [Adam, torch.optim.Rprop, torch.optim.SGD])
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_a_save_before_the_first_step_changes_nothing(
+    tmp_path: Path, format: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    """For torch's functions an optimizer without state is stepped, without gradients."""
+
+    def training(save: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = net()
+        optimizer = kind(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if save:
+            ckpttool.save(tmp_path / "saved", model, optimizer, format=format)
+            assert not optimizer.state
+            model, torch_state = net(), torch.get_rng_state()
+            optimizer = stepped(model, kind)
+            ckpttool.load(tmp_path / "saved", model, optimizer)
+            torch.set_rng_state(torch_state)
+            assert not optimizer.state
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(6.0).reshape(2, 3)).square().sum().backward()
+            optimizer.step()
+        assert schedule.last_epoch == 0
+        return [*model.state_dict().values()]
+
+    assert all(map(torch.equal, training(save=True), training(save=False)))
 
 
 @pytest.mark.parametrize("format", ["dcp", "torch"])
