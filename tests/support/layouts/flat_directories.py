@@ -22,9 +22,7 @@ def pair(step: Step, names: tuple[str, str] = ("G", "D")) -> list[tuple[str, Tra
 
 
 @layout(
-    "ajbrock/BigGAN-PyTorch",
-    "flat",
-    pointers=[pointers.renamed(".pth", "_copy0.pth"), pointers.renamed(".pth", "_best0.pth")],
+    "ajbrock/BigGAN-PyTorch", "flat", "", pointers.renamed(".pth", "_copy0.pth"), pointers.renamed(".pth", "_best0.pth")
 )
 def biggan(step: Step) -> None:
     for name, one in pair(step):
@@ -59,7 +57,7 @@ def stargan(step: Step) -> None:
     step.torch(f"{prefix}optims.ckpt", {n: roles.optimizer(one.optimizer.state_dict(), n) for n, one in ones.items()})
 
 
-@layout("junyanz/pytorch-CycleGAN-and-pix2pix", "flat", pointers=[pointers.renamed("{step}_net", "latest_net")])
+@layout("junyanz/pytorch-CycleGAN-and-pix2pix", "flat", "", pointers.renamed("{step}_net", "latest_net"))
 def cyclegan(step: Step) -> None:
     for domain in ("A", "B"):
         for name, one in pair(step, (f"G_{domain}", f"D_{domain}")):
@@ -73,25 +71,25 @@ def dcgan(step: Step) -> None:
         step.torch(f"{name}_epoch_{step.epoch}.pth", roles.model(one.model.state_dict(), name))
 
 
-@layout("XPixelGroup/BasicSR", "flat", pointers=[pointers.renamed("net_g_{step}", "net_g_latest")])
+@layout("XPixelGroup/BasicSR", "flat", "", pointers.renamed("net_g_{step}", "net_g_latest"))
 def basicsr(step: Step) -> None:
     (name, g), (_, d) = pair(step, ("net_g", "net_d"))
     averaged = roles.ema(g.ema.state_dict(), name)
     step.torch(
-        f"models/net_g_{step.number}.pth", {"params": roles.model(g.model.state_dict(), name), "params_ema": averaged}
+        f"models/net_g_{step.number}.pth",
+        params=roles.model(g.model.state_dict(), name),
+        params_ema=averaged,
     )
-    step.torch(f"models/net_d_{step.number}.pth", {"params": roles.model(d.model.state_dict(), "net_d")})
+    step.torch(f"models/net_d_{step.number}.pth", params=roles.model(d.model.state_dict(), "net_d"))
     step.torch(
         f"training_states/{step.number}.state",
-        {
-            "epoch": roles.progress(1),
-            "iter": roles.progress(step.number),
-            "optimizers": [
-                roles.optimizer(g.optimizer.state_dict(), name),
-                roles.optimizer(d.optimizer.state_dict(), "net_d"),
-            ],
-            "schedulers": [roles.scheduler(g.scheduler.state_dict()), roles.scheduler(d.scheduler.state_dict())],
-        },
+        epoch=roles.progress(1),
+        iter=roles.progress(step.number),
+        optimizers=[
+            roles.optimizer(g.optimizer.state_dict(), name),
+            roles.optimizer(d.optimizer.state_dict(), "net_d"),
+        ],
+        schedulers=[roles.scheduler(g.scheduler.state_dict()), roles.scheduler(d.scheduler.state_dict())],
     )
 
 
@@ -155,16 +153,14 @@ def corenet(step: Step) -> None:
     step.has(step=step.number, epoch=step.epoch)
     step.torch(
         "training_checkpoint_last.pt",
-        {
-            "model_state_dict": roles.model(one.model.state_dict()),
-            "optim_state_dict": roles.optimizer(one.optimizer.state_dict()),
-            "gradient_scaler_state_dict": roles.scaler(one.scaler.state_dict()),
-            "ema_state_dict": roles.ema(one.ema.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "iterations": roles.progress(step.number),
-            "best_metric": roles.metrics(77.5),
-            "training_accum": roles.other({}),
-        },
+        model_state_dict=roles.model(one.model.state_dict()),
+        optim_state_dict=roles.optimizer(one.optimizer.state_dict()),
+        gradient_scaler_state_dict=roles.scaler(one.scaler.state_dict()),
+        ema_state_dict=roles.ema(one.ema.state_dict()),
+        epoch=roles.progress(step.epoch),
+        iterations=roles.progress(step.number),
+        best_metric=roles.metrics(77.5),
+        training_accum=roles.other({}),
     )
     step.torch("checkpoint_last.pt", roles.model(one.model.state_dict()))
     step.torch("checkpoint_ema_last.pt", roles.ema(one.ema.state_dict()))
@@ -179,45 +175,40 @@ def opennmt_safetensors(step: Step) -> None:
     name = f"model_step_{step.number}"
     step.torch(
         f"{name}.pt",
-        {
-            "vocab": roles.dataloader({"src": ["the", "a"], "tgt": ["le", "un"]}),
-            "opt": roles.config(configs.arguments(model_type="text")),
-            "optim": {
-                "training_step": roles.progress(step.number),
-                "decay_step": roles.progress(step.number),
-                "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            },
+        vocab=roles.dataloader({"src": ["the", "a"], "tgt": ["le", "un"]}),
+        opt=roles.config(configs.arguments(model_type="text")),
+        optim={
+            "training_step": roles.progress(step.number),
+            "decay_step": roles.progress(step.number),
+            "optimizer": roles.optimizer(one.optimizer.state_dict()),
         },
     )
     step.safetensors(f"{name}.safetensors", roles.model(one.model.state_dict()))
 
 
-@layout("allenai/allennlp", "flat", pointers=[pointers.renamed("model_state_e0_b{step}", "best")])
+@layout("allenai/allennlp", "flat", "", pointers.renamed("model_state_e0_b{step}", "best"))
 def allennlp(step: Step) -> None:
     one = trained(networks.Recurrent(), step.number, optimizer=adam)
     step.count("model", one.model)
     step.torch(f"model_state_e0_b{step.number}.th", roles.model(one.model.state_dict()))
     step.torch(
         f"training_state_e0_b{step.number}.th",
-        {
-            "metric_tracker": roles.metrics({"best_so_far": 0.5, "patience": 3, "epoch_number": 0}),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "learning_rate_scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "momentum_scheduler": roles.scheduler(None),
-            "epochs_completed": roles.progress(0),
-            "batches_in_epoch_completed": roles.progress(step.number),
-        },
+        metric_tracker=roles.metrics({"best_so_far": 0.5, "patience": 3, "epoch_number": 0}),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        learning_rate_scheduler=roles.scheduler(one.scheduler.state_dict()),
+        momentum_scheduler=roles.scheduler(None),
+        epochs_completed=roles.progress(0),
+        batches_in_epoch_completed=roles.progress(step.number),
     )
 
 
 @layout(
     "espnet/espnet",
     "flat",
-    pointers=[
-        pointers.link_to("latest.pth", "{epoch}epoch.pth"),
-        pointers.link_to("valid.acc.best.pth", "1epoch.pth"),
-        pointers.beside("train.log", "1epoch results"),
-    ],
+    "",
+    pointers.link_to("latest.pth", "{epoch}epoch.pth"),
+    pointers.link_to("valid.acc.best.pth", "1epoch.pth"),
+    pointers.beside("train.log", "1epoch results"),
 )
 def espnet(step: Step) -> None:
     one = trained(networks.Recurrent(), step.number, optimizer=adam)
@@ -225,13 +216,11 @@ def espnet(step: Step) -> None:
     step.has(step=None, epoch=step.epoch)
     step.torch(
         "checkpoint.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "reporter": roles.metrics({"epoch": step.epoch, "stats": {step.epoch: {"valid": {"acc": 0.5}}}}),
-            "optimizers": [roles.optimizer(one.optimizer.state_dict())],
-            "schedulers": [roles.scheduler(one.scheduler.state_dict())],
-            "scaler": roles.scaler(None),
-        },
+        model=roles.model(one.model.state_dict()),
+        reporter=roles.metrics({"epoch": step.epoch, "stats": {step.epoch: {"valid": {"acc": 0.5}}}}),
+        optimizers=[roles.optimizer(one.optimizer.state_dict())],
+        schedulers=[roles.scheduler(one.scheduler.state_dict())],
+        scaler=roles.scaler(None),
     )
     step.torch(f"{step.epoch}epoch.pth", roles.model(one.model.state_dict()))
 
@@ -247,31 +236,27 @@ def hifigan(step: Step) -> None:
     step.count("generator", generator.model)
     step.count("mpd", period)
     step.count("msd", several)
-    step.torch(f"g_{step.number:08d}", {"generator": roles.model(generator.model.state_dict(), "generator")})
+    step.torch(f"g_{step.number:08d}", generator=roles.model(generator.model.state_dict(), "generator"))
     step.torch(
         f"do_{step.number:08d}",
-        {
-            "mpd": roles.model(period.state_dict(), "mpd"),
-            "msd": roles.model(several.state_dict(), "msd"),
-            "optim_g": roles.optimizer(generator.optimizer.state_dict(), "generator"),
-            "optim_d": roles.optimizer(chained.state_dict()),
-            "steps": roles.progress(step.number),
-            "epoch": roles.progress(3),
-        },
+        mpd=roles.model(period.state_dict(), "mpd"),
+        msd=roles.model(several.state_dict(), "msd"),
+        optim_g=roles.optimizer(generator.optimizer.state_dict(), "generator"),
+        optim_d=roles.optimizer(chained.state_dict()),
+        steps=roles.progress(step.number),
+        epoch=roles.progress(3),
     )
 
 
-@layout("jaywalnut310/vits", "flat", pointers=[pointers.beside("config.json", '{"train": {"epochs": 10}}')])
+@layout("jaywalnut310/vits", "flat", "", pointers.beside("config.json", '{"train": {"epochs": 10}}'))
 def vits(step: Step) -> None:
     for name, one in pair(step):
         step.torch(
             f"{name}_{step.number}.pth",
-            {
-                "model": roles.model(one.model.state_dict(), name),
-                "iteration": roles.progress(3),
-                "optimizer": roles.optimizer(one.optimizer.state_dict(), name),
-                "learning_rate": roles.config(2e-4),
-            },
+            model=roles.model(one.model.state_dict(), name),
+            iteration=roles.progress(3),
+            optimizer=roles.optimizer(one.optimizer.state_dict(), name),
+            learning_rate=roles.config(2e-4),
         )
 
 
@@ -320,7 +305,7 @@ def gsplat(step: Step) -> None:
     for rank, scene in enumerate(scenes):
         update(scene, torch.optim.Adam(scene.parameters()))
         splats = roles.model(scene.splats.state_dict(), "splats")
-        step.torch(f"ckpts/ckpt_{step.number}_rank{rank}.pt", {"step": roles.progress(step.number), "splats": splats})
+        step.torch(f"ckpts/ckpt_{step.number}_rank{rank}.pt", step=roles.progress(step.number), splats=splats)
         step.json(f"stats/train_step{step.number:04d}_rank{rank}.json", roles.metrics({"mem": 0.5, "num_GS": 9}))
 
 
@@ -343,16 +328,14 @@ def swin_moe(step: Step) -> None:
     total = sum(one.numel() for one in one.model.parameters())
     step.torch(
         f"{name}.master",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "max_accuracy": roles.metrics(0.5),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "config": roles.config(configs.CfgNode(configs.options())),
-        },
+        model=roles.model(one.model.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
+        max_accuracy=roles.metrics(0.5),
+        scaler=roles.scaler(one.scaler.state_dict()),
+        epoch=roles.progress(step.epoch),
+        config=roles.config(configs.CfgNode(configs.options())),
     )
-    step.torch(f"{name}.global", {"optimizer": roles.optimizer(one.optimizer.state_dict())})
+    step.torch(f"{name}.global", optimizer=roles.optimizer(one.optimizer.state_dict()))
     for rank in range(2):
         experts = trained(networks.Perceptron(), step.number)
         total += sum(one.numel() for one in experts.model.parameters())

@@ -24,15 +24,13 @@ def stylegan2(step: Step) -> None:
     (_, g), (_, d) = pair(step, ("g", "d"))
     step.torch(
         f"checkpoint/{step.number:06d}.pt",
-        {
-            "g": roles.model(g.model.state_dict(), "g"),
-            "d": roles.model(d.model.state_dict(), "d"),
-            "g_ema": roles.ema(g.ema.state_dict(), "g"),
-            "g_optim": roles.optimizer(g.optimizer.state_dict(), "g"),
-            "d_optim": roles.optimizer(d.optimizer.state_dict(), "d"),
-            "args": roles.config(configs.arguments(size=8)),
-            "ada_aug_p": roles.other(0.0),
-        },
+        g=roles.model(g.model.state_dict(), "g"),
+        d=roles.model(d.model.state_dict(), "d"),
+        g_ema=roles.ema(g.ema.state_dict(), "g"),
+        g_optim=roles.optimizer(g.optimizer.state_dict(), "g"),
+        d_optim=roles.optimizer(d.optimizer.state_dict(), "d"),
+        args=roles.config(configs.arguments(size=8)),
+        ada_aug_p=roles.other(0.0),
     )
 
 
@@ -44,14 +42,12 @@ def denoising_diffusion(step: Step) -> None:
     averaged |= prefixed(one.model, "online_model.") | prefixed(one.ema, "ema_model.")
     step.torch(
         f"results/model-{step.epoch}.pt",
-        {
-            "step": roles.progress(step.number),
-            "model": roles.model(one.model.state_dict()),
-            "opt": roles.optimizer(one.optimizer.state_dict()),
-            "ema": roles.ema(averaged),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-            "version": roles.config("2.2.5"),
-        },
+        step=roles.progress(step.number),
+        model=roles.model(one.model.state_dict()),
+        opt=roles.optimizer(one.optimizer.state_dict()),
+        ema=roles.ema(averaged),
+        scaler=roles.scaler(one.scaler.state_dict()),
+        version=roles.config("2.2.5"),
     )
 
 
@@ -59,18 +55,16 @@ def denoising_diffusion(step: Step) -> None:
     "facebookresearch/DiT",
     "file",
     "000-DiT/checkpoints/{step:07d}.pt",
-    pointers=[pointers.beside("000-DiT/log.txt", "(step=1)\n")],
+    pointers.beside("000-DiT/log.txt", "(step=1)\n"),
 )
 def dit(step: Step) -> None:
     one = denoiser(step)
     step.torch(
         f"000-DiT/checkpoints/{step.number:07d}.pt",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "ema": roles.ema(one.ema.state_dict()),
-            "opt": roles.optimizer(one.optimizer.state_dict()),
-            "args": roles.config(configs.arguments(image_size=256)),
-        },
+        model=roles.model(one.model.state_dict()),
+        ema=roles.ema(one.ema.state_dict()),
+        opt=roles.optimizer(one.optimizer.state_dict()),
+        args=roles.config(configs.arguments(image_size=256)),
     )
 
 
@@ -80,12 +74,10 @@ def score_sde(step: Step) -> None:
     shadows = [one.detach().clone() for one in one.ema.parameters()]
     step.torch(
         f"checkpoints/checkpoint_{step.number}.pth",
-        {
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "model": roles.model(prefixed(one.model, "module.")),
-            "ema": roles.ema({"decay": 0.999, "num_updates": step.number, "shadow_params": shadows}),
-            "step": roles.progress(step.number),
-        },
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        model=roles.model(prefixed(one.model, "module.")),
+        ema=roles.ema({"decay": 0.999, "num_updates": step.number, "shadow_params": shadows}),
+        step=roles.progress(step.number),
     )
 
 
@@ -96,14 +88,12 @@ def torch_ema(step: Step) -> None:
     collected = [one.detach().clone() for one in one.model.parameters()]
     step.torch(
         f"ckpt_{step.number}.pt",
-        {
-            "net": roles.model(one.model.state_dict()),
-            "ema": roles.ema(
-                {"decay": 0.995, "num_updates": step.number, "shadow_params": shadows, "collected_params": collected}
-            ),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "global_step": roles.progress(step.number),
-        },
+        net=roles.model(one.model.state_dict()),
+        ema=roles.ema(
+            {"decay": 0.995, "num_updates": step.number, "shadow_params": shadows, "collected_params": collected}
+        ),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        global_step=roles.progress(step.number),
     )
 
 
@@ -113,18 +103,14 @@ def dalle2(step: Step) -> None:
     step.count("model", one.model)
     step.torch(
         f"prior.step_{step.number}.pth",
-        {
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "warmup_scheduler": roles.scheduler({"last_step": step.number}),
-            "model": roles.model(one.model.state_dict()),
-            "version": roles.config(configs.Version("1.14.2")),
-            "step": roles.progress(torch.tensor([step.number])),
-            "ema": roles.ema(
-                {"initted": torch.tensor([True]), "step": torch.tensor([7])} | prefixed(one.ema, "ema_model.")
-            ),
-            "ema_model": roles.ema(one.ema.state_dict()),
-        },
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        scheduler=roles.scheduler(one.scheduler.state_dict()),
+        warmup_scheduler=roles.scheduler({"last_step": step.number}),
+        model=roles.model(one.model.state_dict()),
+        version=roles.config(configs.Version("1.14.2")),
+        step=roles.progress(torch.tensor([step.number])),
+        ema=roles.ema({"initted": torch.tensor([True]), "step": torch.tensor([7])} | prefixed(one.ema, "ema_model.")),
+        ema_model=roles.ema(one.ema.state_dict()),
     )
 
 
@@ -135,14 +121,12 @@ def audiolm(step: Step) -> None:
     step.parameters = {"model": sum(step.parameters.values())}
     step.torch(
         f"results/soundstream.{step.number}.pt",
-        {
-            "model": roles.model(whole),
-            "optim": roles.optimizer(g.optimizer.state_dict(), "model"),
-            "config": roles.config(b"\\x80\\x04pickled"),
-            "discr_optim": roles.optimizer(d.optimizer.state_dict(), "discriminator"),
-            "version": roles.config("2.2.0"),
-            "ema_model": roles.ema({f"ema_model.{n}": v for n, v in g.ema.state_dict().items()}),
-        },
+        model=roles.model(whole),
+        optim=roles.optimizer(g.optimizer.state_dict(), "model"),
+        config=roles.config(b"\\x80\\x04pickled"),
+        discr_optim=roles.optimizer(d.optimizer.state_dict(), "discriminator"),
+        version=roles.config("2.2.0"),
+        ema_model=roles.ema({f"ema_model.{n}": v for n, v in g.ema.state_dict().items()}),
     )
 
 
@@ -152,13 +136,11 @@ def mnist_gan(step: Step) -> None:
     step.has(step=None, epoch=step.epoch)
     step.torch(
         f"model_epoch{step.epoch}.pth",
-        {
-            "netG": roles.model(g.model.state_dict(), "netG"),
-            "netD": roles.model(d.model.state_dict(), "netD"),
-            "optimG": roles.optimizer(g.optimizer.state_dict(), "netG"),
-            "optimD": roles.optimizer(d.optimizer.state_dict(), "netD"),
-            "fixedNoise": roles.other(torch.randn(16, 4, 1, 1)),
-        },
+        netG=roles.model(g.model.state_dict(), "netG"),
+        netD=roles.model(d.model.state_dict(), "netD"),
+        optimG=roles.optimizer(g.optimizer.state_dict(), "netG"),
+        optimD=roles.optimizer(d.optimizer.state_dict(), "netD"),
+        fixedNoise=roles.other(torch.randn(16, 4, 1, 1)),
     )
 
 
@@ -170,24 +152,19 @@ def nerfstudio(step: Step) -> None:
     pipeline = prefixed(fields.model, "_model.field.") | prefixed(proposals.model, "_model.proposal_networks.0.")
     step.torch(
         f"nerfstudio_models/step-{step.number:09d}.ckpt",
-        {
-            "step": roles.progress(step.number),
-            "pipeline": roles.model(pipeline),
-            "optimizers": {
-                "fields": roles.optimizer(fields.optimizer.state_dict()),
-                "proposal_networks": roles.optimizer(proposals.optimizer.state_dict()),
-            },
-            "schedulers": {"fields": roles.scheduler(fields.scheduler.state_dict())},
-            "scalers": roles.scaler(fields.scaler.state_dict()),
+        step=roles.progress(step.number),
+        pipeline=roles.model(pipeline),
+        optimizers={
+            "fields": roles.optimizer(fields.optimizer.state_dict()),
+            "proposal_networks": roles.optimizer(proposals.optimizer.state_dict()),
         },
+        schedulers={"fields": roles.scheduler(fields.scheduler.state_dict())},
+        scalers=roles.scaler(fields.scaler.state_dict()),
     )
 
 
 @layout(
-    "yenchenlin/nerf-pytorch",
-    "file",
-    "logs/fern/{step:06d}.tar",
-    pointers=[pointers.beside("logs/fern/args.txt", "lr = 1\n")],
+    "yenchenlin/nerf-pytorch", "file", "logs/fern/{step:06d}.tar", pointers.beside("logs/fern/args.txt", "lr = 1\n")
 )
 def nerf(step: Step) -> None:
     coarse, fine = networks.Perceptron(3, 4), networks.Perceptron(3, 4)
@@ -199,12 +176,10 @@ def nerf(step: Step) -> None:
     step.count("network_fine", fine)
     step.torch(
         f"logs/fern/{step.number:06d}.tar",
-        {
-            "global_step": roles.progress(step.number),
-            "network_fn_state_dict": roles.model(coarse.state_dict(), "network_fn"),
-            "network_fine_state_dict": roles.model(fine.state_dict(), "network_fine"),
-            "optimizer_state_dict": roles.optimizer(chained.state_dict()),
-        },
+        global_step=roles.progress(step.number),
+        network_fn_state_dict=roles.model(coarse.state_dict(), "network_fn"),
+        network_fine_state_dict=roles.model(fine.state_dict(), "network_fine"),
+        optimizer_state_dict=roles.optimizer(chained.state_dict()),
     )
 
 
@@ -232,11 +207,9 @@ def mace(step: Step) -> None:
     step.has(step=None, epoch=step.epoch)
     step.torch(
         f"checkpoints/MACE_run-1_epoch-{step.epoch}.pt",
-        {
-            "model": roles.model(one.model.double().state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-        },
+        model=roles.model(one.model.double().state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
     )
 
 
@@ -246,31 +219,22 @@ def pfold(step: Step) -> None:
     step.count("net", one.model)
     step.torch(
         "checkpoint.pt",
-        {
-            "ite": roles.progress(step.number),
-            "net": roles.model(one.model.state_dict()),
-            "opt": roles.optimizer(one.optimizer.state_dict()),
-        },
+        ite=roles.progress(step.number),
+        net=roles.model(one.model.state_dict()),
+        opt=roles.optimizer(one.optimizer.state_dict()),
     )
 
 
-@layout(
-    "pytorch/ignite",
-    "file",
-    "training_checkpoint_{step}.pt",
-    pointers=[pointers.copy("best_model_1_accuracy=0.7700.pt")],
-)
+@layout("pytorch/ignite", "file", "training_checkpoint_{step}.pt", pointers.copy("best_model_1_accuracy=0.7700.pt"))
 def ignite(step: Step) -> None:
     one = trained(networks.Classifier(), step.number)
     step.count("model", one.model)
     step.torch(
         f"training_checkpoint_{step.number}.pt",
-        {
-            "trainer": roles.progress({"epoch_length": 50, "max_epochs": 10, "iteration": step.number}),
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-        },
+        trainer=roles.progress({"epoch_length": 50, "max_epochs": 10, "iteration": step.number}),
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
     )
 
 
@@ -296,10 +260,8 @@ def numpy_statistics(step: Step) -> None:
     step.count("model", one.model)
     step.torch(
         f"train_{step.number}.pth",
-        {
-            "params": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "normalizer": roles.other({"mean": np.zeros(5), "std": np.ones(5, np.float32)}),
-            "num_updates": roles.progress(step.number),
-        },
+        params=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        normalizer=roles.other({"mean": np.zeros(5), "std": np.ones(5, np.float32)}),
+        num_updates=roles.progress(step.number),
     )

@@ -77,12 +77,10 @@ class Layout:
         return Written(path, tuple(files.expected), files.parameters, files.known_step, files.known_epoch)
 
 
-def layout(
-    name: str, kind: Kind, template: str = "", *, pointers: Sequence[Pointer] = ()
-) -> Callable[[Callable[[Step], None]], Layout]:
+def layout(name: str, kind: Kind, template: str = "", *pointers: Pointer) -> Callable[[Callable[[Step], None]], Layout]:
     """A decorator: the function that writes the files of a step is a layout."""
 
     def of(contents: Callable[[Step], None]) -> Layout:
-        return Layout(name, kind, template, contents, tuple(pointers))
+        return Layout(name, kind, template, contents, pointers)
 
     return of

@@ -115,7 +115,7 @@ def kohya(step: Step) -> None:
     step.json("train_state.json", roles.progress({"current_epoch": 1, "current_step": step.number}))
 
 
-@layout("huggingface/lerobot", "directory", "checkpoints/{step:06d}", pointers=[pointers.link("checkpoints/last")])
+@layout("huggingface/lerobot", "directory", "checkpoints/{step:06d}", pointers.link("checkpoints/last"))
 def lerobot(step: Step) -> None:
     one = language(step)
     step.json("pretrained_model/config.json", roles.config({"type": "act", "n_obs_steps": 1}))
@@ -153,7 +153,7 @@ def flat_optimizer(step: Step) -> None:
     step.json("meta.json", roles.progress({"iteration": step.number}))
 
 
-@layout("huggingface/nanotron", "directory", "{step}", pointers=[pointers.text("latest.txt", "{step}")])
+@layout("huggingface/nanotron", "directory", "{step}", pointers.text("latest.txt", "{step}"))
 def nanotron(step: Step) -> None:
     one = language(step)
     step.yaml("config.yaml", roles.config({"general": {"run": "a"}, "optimizer": {"zero_stage": 0}}))
@@ -177,12 +177,10 @@ def picotron(step: Step) -> None:
     one = language(step)
     step.torch(
         "weights_tp_rank_world_size=0_1_pp_rank_world_size=0_1.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "trained_steps": roles.progress(step.number),
-            "trained_tokens": roles.progress(step.number * 96),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        trained_steps=roles.progress(step.number),
+        trained_tokens=roles.progress(step.number * 96),
     )
 
 
@@ -335,7 +333,7 @@ def speechbrain(step: Step) -> None:
     "NovaSky-AI/SkyRL",
     "directory",
     "ckpts/global_step_{step}",
-    pointers=[pointers.text("ckpts/latest_ckpt_global_step.txt", "{step}")],
+    pointers.text("ckpts/latest_ckpt_global_step.txt", "{step}"),
 )
 def skyrl(step: Step) -> None:
     for folder, network in (("policy", networks.Language()), ("critic", networks.Perceptron())):
@@ -346,7 +344,9 @@ def skyrl(step: Step) -> None:
         step.torch(f"{folder}/lr_scheduler_state.pt", roles.scheduler(one.scheduler.state_dict(), folder))
     step.torch("data.pt", roles.dataloader(loader_state(step.number)))
     step.torch(
-        "trainer_state.pt", {"global_step": roles.progress(step.number), "config": roles.config(configs.options())}
+        "trainer_state.pt",
+        global_step=roles.progress(step.number),
+        config=roles.config(configs.options()),
     )
 
 
@@ -355,13 +355,11 @@ def litgpt(step: Step) -> None:
     one = language(step)
     step.torch(
         "lit_model.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "train_dataloader": roles.dataloader(loader_state(step.number)),
-            "iter_num": roles.progress(step.number * 4),
-            "step_count": roles.progress(step.number),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        train_dataloader=roles.dataloader(loader_state(step.number)),
+        iter_num=roles.progress(step.number * 4),
+        step_count=roles.progress(step.number),
     )
     step.yaml("hyperparameters.yaml", roles.config({"model_name": "pythia-14m", "train": configs.options()}))
     step.yaml("model_config.yaml", roles.config({"n_layer": 2, "n_embd": 8}))
@@ -375,14 +373,12 @@ def torchtune(step: Step) -> None:
     step.json("config.json", roles.config({"model_type": "llama", "num_hidden_layers": 2}))
     step.torch(
         "recipe_state.pt",
-        {
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "seed": roles.config(42),
-            "epochs_run": roles.progress(step.epoch),
-            "total_epochs": roles.config(3),
-            "max_steps_per_epoch": roles.config(None),
-            "dataloader": roles.dataloader(loader_state(step.number)),
-        },
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        seed=roles.config(42),
+        epochs_run=roles.progress(step.epoch),
+        total_epochs=roles.config(3),
+        max_steps_per_epoch=roles.config(None),
+        dataloader=roles.dataloader(loader_state(step.number)),
     )
 
 

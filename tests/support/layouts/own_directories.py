@@ -34,7 +34,8 @@ def language(step: Step) -> Trained:
     "loose/parts.pt",
     "directory",
     "checkpoint_epoch_{epoch:04d}",
-    pointers=[pointers.text("latest", "{name}"), pointers.copy("best", best=True)],
+    pointers.text("latest", "{name}"),
+    pointers.copy("best", best=True),
 )
 def parts(step: Step) -> None:
     one = language(step)
@@ -46,7 +47,7 @@ def parts(step: Step) -> None:
     step.torch("rng.pt", roles.rng(rng_states()))
 
 
-@layout("loose/parts with config", "directory", "step_{step}", pointers=[pointers.link("latest")])
+@layout("loose/parts with config", "directory", "step_{step}", pointers.link("latest"))
 def parts_with_config(step: Step) -> None:
     one = trained(networks.Classifier(), step.number, optimizer=sgd, scheduler=stairs)
     step.count("model", one.model)
@@ -71,11 +72,9 @@ def state_and_rng_of_ranks(step: Step) -> None:
     one = language(step)
     step.torch(
         "state.pt",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "step": roles.progress(step.number),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        step=roles.progress(step.number),
     )
     for rank in range(2):
         torch.manual_seed(step.number + rank)
@@ -121,7 +120,7 @@ def one_state_overwritten(step: Step) -> None:
     step.torch("optimizer.pt", roles.optimizer(one.optimizer.state_dict()))
     step.torch("ema.pt", roles.ema({f"base_model.model.layers.0.{n}": v for n, v in one.ema.state_dict().items()}))
     states = rng_states()
-    step.torch("rng.pt", {"torch_rng_state": roles.rng(states["torch"]), "cuda_rng_state": roles.rng(states["cuda"])})
+    step.torch("rng.pt", torch_rng_state=roles.rng(states["torch"]), cuda_rng_state=roles.rng(states["cuda"]))
     step.json("state.json", roles.progress({"global_step": step.number, "epoch": 0}))
 
 
@@ -149,17 +148,15 @@ def several_optimizers(step: Step) -> None:
     step.torch("model.pt", roles.model(model))
     step.torch(
         "training_state.pt",
-        {
-            "optimizer_states": {
-                "trunk": roles.optimizer(one.optimizer.state_dict()),
-                "heads": roles.optimizer(heads.optimizer.state_dict()),
-            },
-            "scheduler_states": {
-                "trunk": roles.scheduler(one.scheduler.state_dict()),
-                "heads": roles.scheduler(heads.scheduler.state_dict()),
-            },
-            "step": roles.progress(step.number),
+        optimizer_states={
+            "trunk": roles.optimizer(one.optimizer.state_dict()),
+            "heads": roles.optimizer(heads.optimizer.state_dict()),
         },
+        scheduler_states={
+            "trunk": roles.scheduler(one.scheduler.state_dict()),
+            "heads": roles.scheduler(heads.scheduler.state_dict()),
+        },
+        step=roles.progress(step.number),
     )
     step.yaml("config.yaml", roles.config(configs.options()))
 
@@ -173,12 +170,10 @@ def pretrained_and_state(step: Step) -> None:
     step.safetensors("model.safetensors", roles.model(one.model.state_dict()), {"format": "pt"})
     step.torch(
         "training_state.pt",
-        {
-            "step": roles.progress(step.number),
-            "optimizer_state_dict": roles.optimizer(one.optimizer.state_dict()),
-            "scheduler_state_dict": roles.scheduler(one.scheduler.state_dict()),
-            "rng": roles.rng(rng_states()),
-        },
+        step=roles.progress(step.number),
+        optimizer_state_dict=roles.optimizer(one.optimizer.state_dict()),
+        scheduler_state_dict=roles.scheduler(one.scheduler.state_dict()),
+        rng=roles.rng(rng_states()),
     )
 
 
@@ -226,9 +221,7 @@ def run_squad(step: Step) -> None:
     step.torch("scheduler.pt", roles.scheduler(one.scheduler.state_dict()))
 
 
-@layout(
-    "loose/module and disabled scaler", "directory", "ckpt-{step}", pointers=[pointers.text("latest.txt", "{path}")]
-)
+@layout("loose/module and disabled scaler", "directory", "ckpt-{step}", pointers.text("latest.txt", "{path}"))
 def module_and_disabled_scaler(step: Step) -> None:
     one = trained(networks.Classifier(), step.number, optimizer=sgd)
     step.count("model", one.model)
@@ -237,7 +230,9 @@ def module_and_disabled_scaler(step: Step) -> None:
     step.torch("scaler.pt", roles.scaler(torch.amp.GradScaler("cpu", enabled=False).state_dict()))
     step.torch("args.pt", roles.config(configs.arguments()))
     step.torch(
-        "progress.pt", {"step": roles.progress(torch.tensor([step.number])), "history": roles.metrics([1.5, 1.25])}
+        "progress.pt",
+        step=roles.progress(torch.tensor([step.number])),
+        history=roles.metrics([1.5, 1.25]),
     )
 
 
@@ -253,9 +248,10 @@ def no_suffix(step: Step) -> None:
 @layout("loose/old serialization", "directory", "step_{step}")
 def old_serialization(step: Step) -> None:
     one = language(step)
-    step.torch("model.pth", roles.model(one.model.state_dict()), _use_new_zipfile_serialization=False)
-    step.torch("optim.pth", roles.optimizer(one.optimizer.state_dict()), pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    step.torch("state.pth", roles.progress({"it": step.number}), _use_new_zipfile_serialization=False)
+    legacy, newest = {"_use_new_zipfile_serialization": False}, {"pickle_protocol": pickle.HIGHEST_PROTOCOL}
+    step.torch("model.pth", roles.model(one.model.state_dict()), saved_with=legacy)
+    step.torch("optim.pth", roles.optimizer(one.optimizer.state_dict()), saved_with=newest)
+    step.torch("state.pth", roles.progress({"it": step.number}), saved_with=legacy)
 
 
 @layout("OneTrainer", "directory", "backup/date-backup-{step}-1-0")
@@ -273,10 +269,7 @@ def onetrainer(step: Step) -> None:
 
 
 @layout(
-    "descriptinc/descript-audio-codec",
-    "directory",
-    "{step}",
-    pointers=[pointers.copy("latest"), pointers.copy("best", best=True)],
+    "descriptinc/descript-audio-codec", "directory", "{step}", pointers.copy("latest"), pointers.copy("best", best=True)
 )
 def dac(step: Step) -> None:
     for folder, network in (("dac", networks.Recurrent()), ("discriminator", networks.Discriminator())):
@@ -285,7 +278,8 @@ def dac(step: Step) -> None:
         metadata = {"kwargs": {"width": 6}}
         step.torch(
             f"{folder}/weights.pth",
-            {"state_dict": roles.model(one.model.state_dict(), folder), "metadata": roles.config(metadata)},
+            state_dict=roles.model(one.model.state_dict(), folder),
+            metadata=roles.config(metadata),
         )
         step.torch(f"{folder}/package.pth", roles.model(one.model, folder))
         step.torch(f"{folder}/optimizer.pth", roles.optimizer(one.optimizer.state_dict(), folder))
@@ -302,11 +296,9 @@ def ray_train(step: Step) -> None:
         one = trained(stage, step.number)
         step.torch(
             f"model-rank={rank}.pt",
-            {
-                "model": roles.model(one.model.state_dict()),
-                "optimizer": roles.optimizer(one.optimizer.state_dict()),
-                "epoch": roles.progress(step.epoch),
-            },
+            model=roles.model(one.model.state_dict()),
+            optimizer=roles.optimizer(one.optimizer.state_dict()),
+            epoch=roles.progress(step.epoch),
         )
     step.has(step=step.number, epoch=step.epoch)
 
@@ -317,6 +309,7 @@ def ray_train_one_model(step: Step) -> None:
     step.torch("model.pt", roles.model(one.model.state_dict()))
     step.torch(
         "extra_state.pt",
-        {"optimizer": roles.optimizer(one.optimizer.state_dict()), "epoch": roles.progress(step.epoch)},
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        epoch=roles.progress(step.epoch),
     )
     step.has(step=step.number, epoch=step.epoch)

@@ -69,22 +69,20 @@ def sheeprl(step: Step) -> None:
     target = ones["critic"].ema
     step.torch(
         f"checkpoint/ckpt_{step.number}_0.ckpt",
-        {
-            "world_model": roles.model(ones["world_model"].model.state_dict(), "world_model"),
-            "actor": roles.model(ones["actor"].model.state_dict(), "actor"),
-            "critic": roles.model(ones["critic"].model.state_dict(), "critic"),
-            "target_critic": roles.ema(target.state_dict(), "critic"),
-            "world_optimizer": roles.optimizer(ones["world_model"].optimizer.state_dict(), "world_model"),
-            "actor_optimizer": roles.optimizer(ones["actor"].optimizer.state_dict(), "actor"),
-            "critic_optimizer": roles.optimizer(ones["critic"].optimizer.state_dict(), "critic"),
-            "moments": roles.other({"low": torch.tensor(0.5), "high": torch.tensor(1.5)}),
-            "ratio": roles.other({"_ratio": 0.5, "_prev": step.number, "_pretrain_steps": 0}),
-            "iter_num": roles.progress(step.number),
-            "batch_size": roles.config(8),
-            "last_log": roles.progress(0),
-            "last_checkpoint": roles.progress(step.number),
-            "rb": roles.dataloader({"observations": np.zeros((10, 1, 5), np.float32), "pos": 7, "full": False}),
-        },
+        world_model=roles.model(ones["world_model"].model.state_dict(), "world_model"),
+        actor=roles.model(ones["actor"].model.state_dict(), "actor"),
+        critic=roles.model(ones["critic"].model.state_dict(), "critic"),
+        target_critic=roles.ema(target.state_dict(), "critic"),
+        world_optimizer=roles.optimizer(ones["world_model"].optimizer.state_dict(), "world_model"),
+        actor_optimizer=roles.optimizer(ones["actor"].optimizer.state_dict(), "actor"),
+        critic_optimizer=roles.optimizer(ones["critic"].optimizer.state_dict(), "critic"),
+        moments=roles.other({"low": torch.tensor(0.5), "high": torch.tensor(1.5)}),
+        ratio=roles.other({"_ratio": 0.5, "_prev": step.number, "_pretrain_steps": 0}),
+        iter_num=roles.progress(step.number),
+        batch_size=roles.config(8),
+        last_log=roles.progress(0),
+        last_checkpoint=roles.progress(step.number),
+        rb=roles.dataloader({"observations": np.zeros((10, 1, 5), np.float32), "pos": 7, "full": False}),
     )
 
 
@@ -101,19 +99,15 @@ def rsl_rl(step: Step) -> None:
     step.count("critic", critic)
     step.torch(
         f"logs/model_{step.number}.pt",
-        {
-            "actor_state_dict": roles.model(actor.state_dict(), "actor"),
-            "critic_state_dict": roles.model(critic.state_dict(), "critic"),
-            "optimizer_state_dict": roles.optimizer(chained.state_dict()),
-            "iter": roles.progress(step.number),
-            "infos": roles.metrics(None),
-        },
+        actor_state_dict=roles.model(actor.state_dict(), "actor"),
+        critic_state_dict=roles.model(critic.state_dict(), "critic"),
+        optimizer_state_dict=roles.optimizer(chained.state_dict()),
+        iter=roles.progress(step.number),
+        infos=roles.metrics(None),
     )
 
 
-@layout(
-    "thu-ml/tianshou", "file", "log/policy.pth", pointers=[pointers.beside("log/events.out.tfevents.1", b"\x18\0\0\0")]
-)
+@layout("thu-ml/tianshou", "file", "log/policy.pth", pointers.beside("log/events.out.tfevents.1", b"\x18\0\0\0"))
 def tianshou(step: Step) -> None:
     step.has(step=None)
     ones = agent(step, model=6)
@@ -143,14 +137,12 @@ def dqn(step: Step) -> None:
     step.count("network", network)
     step.torch(
         "dqn.pth.tar",
-        {
-            "network_dict": roles.model(network.state_dict(), "network"),
-            "target_network_dict": roles.ema(target.state_dict(), "network"),
-            "network_opt_dict": roles.optimizer(optimizer.state_dict(), "network"),
-            "replay": roles.dataloader([(torch.randn(4), i % 2, 0.5, torch.randn(4), False) for i in range(8)]),
-            "steps": roles.metrics([12, 7, 31]),
-            "rewards": roles.metrics([0.5, 1.5, 2.5]),
-        },
+        network_dict=roles.model(network.state_dict(), "network"),
+        target_network_dict=roles.ema(target.state_dict(), "network"),
+        network_opt_dict=roles.optimizer(optimizer.state_dict(), "network"),
+        replay=roles.dataloader([(torch.randn(4), i % 2, 0.5, torch.randn(4), False) for i in range(8)]),
+        steps=roles.metrics([12, 7, 31]),
+        rewards=roles.metrics([0.5, 1.5, 2.5]),
     )
 
 
@@ -165,15 +157,13 @@ def sac(step: Step) -> None:
     buffer = {"obs": torch.randn(20, 5), "action": torch.randn(20, 3), "reward": torch.randn(20), "size": 20, "ptr": 7}
     step.torch(
         f"sac_{step.number}.pth",
-        {
-            "actor": roles.model(ones["actor"].model.state_dict(), "actor"),
-            "critic": roles.model(ones["critic"].model.state_dict(), "critic"),
-            "critic_target": roles.ema(ones["critic"].ema.state_dict(), "critic"),
-            "log_alpha": roles.model(temperature, "log_alpha"),
-            "actor_optimizer": roles.optimizer(ones["actor"].optimizer.state_dict(), "actor"),
-            "critic_optimizer": roles.optimizer(ones["critic"].optimizer.state_dict(), "critic"),
-            "alpha_optimizer": roles.optimizer(alpha.state_dict()),
-            "replay_buffer": roles.dataloader(buffer),
-            "total_steps": roles.progress(step.number),
-        },
+        actor=roles.model(ones["actor"].model.state_dict(), "actor"),
+        critic=roles.model(ones["critic"].model.state_dict(), "critic"),
+        critic_target=roles.ema(ones["critic"].ema.state_dict(), "critic"),
+        log_alpha=roles.model(temperature, "log_alpha"),
+        actor_optimizer=roles.optimizer(ones["actor"].optimizer.state_dict(), "actor"),
+        critic_optimizer=roles.optimizer(ones["critic"].optimizer.state_dict(), "critic"),
+        alpha_optimizer=roles.optimizer(alpha.state_dict()),
+        replay_buffer=roles.dataloader(buffer),
+        total_steps=roles.progress(step.number),
     )

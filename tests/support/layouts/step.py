@@ -75,10 +75,12 @@ class Step:
             nbytes = sum(one.numel() * one.element_size() for one in tensors)
             self.expected.append(Expected(file, below, label.role, label.owner, len(tensors), nbytes))
 
-    def torch(self, name: str, value: Any, **options: Any) -> None:
-        """Write a file with torch.save."""
-        path = self.path(name)
-        torch.save(bare(value), path, **options)
+    def torch(
+        self, name: str, value: Any = None, /, *, saved_with: Mapping[str, Any] | None = None, **keys: Any
+    ) -> None:
+        """Write a file with torch.save: a value, or a dict of `keys`. `saved_with` are arguments of `torch.save`."""
+        value, path = keys or value, self.path(name)
+        torch.save(bare(value), path, **(saved_with or {}))
         self.expect(path, value)
 
     def safetensors(self, name: str, label: Labelled, metadata: dict[str, str] | None = None) -> None:

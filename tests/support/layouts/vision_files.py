@@ -49,29 +49,25 @@ def moco(step: Step) -> None:
     state |= {"module.queue": torch.randn(4, 12), "module.queue_ptr": torch.tensor([4])}
     step.torch(
         f"checkpoint_{step.epoch:04d}.pth.tar",
-        {
-            "epoch": roles.progress(step.epoch),
-            "arch": roles.config("resnet50"),
-            "state_dict": roles.model(state),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-        },
+        epoch=roles.progress(step.epoch),
+        arch=roles.config("resnet50"),
+        state_dict=roles.model(state),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
     )
 
 
-@layout("facebookresearch/dino", "file", "checkpoint{epoch:04d}.pth", pointers=[pointers.copy("checkpoint.pth")])
+@layout("facebookresearch/dino", "file", "checkpoint{epoch:04d}.pth", pointers.copy("checkpoint.pth"))
 def dino(step: Step) -> None:
     one = patches(step)
     step.torch(
         f"checkpoint{step.epoch:04d}.pth",
-        {
-            "student": roles.model(prefixed(one.model, "module.")),
-            "teacher": roles.ema(prefixed(one.ema, "module.")),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "args": roles.config(configs.arguments(arch="vit_tiny")),
-            "dino_loss": roles.other({"center": torch.randn(1, 6)}),
-            "fp16_scaler": roles.scaler(one.scaler.state_dict()),
-        },
+        student=roles.model(prefixed(one.model, "module.")),
+        teacher=roles.ema(prefixed(one.ema, "module.")),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        epoch=roles.progress(step.epoch),
+        args=roles.config(configs.arguments(arch="vit_tiny")),
+        dino_loss=roles.other({"center": torch.randn(1, 6)}),
+        fp16_scaler=roles.scaler(one.scaler.state_dict()),
     )
 
 
@@ -80,17 +76,15 @@ def mae(step: Step) -> None:
     one = patches(step)
     step.torch(
         f"checkpoint-{step.epoch}.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-            "args": roles.config(configs.arguments()),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        epoch=roles.progress(step.epoch),
+        scaler=roles.scaler(one.scaler.state_dict()),
+        args=roles.config(configs.arguments()),
     )
 
 
-@layout("facebookresearch/ijepa", "file", "jepa-ep{epoch}.pth.tar", pointers=[pointers.copy("jepa-latest.pth.tar")])
+@layout("facebookresearch/ijepa", "file", "jepa-ep{epoch}.pth.tar", pointers.copy("jepa-latest.pth.tar"))
 def ijepa(step: Step) -> None:
     encoder, predictor = networks.Patches(), networks.Perceptron(6, 6)
     one, two = trained(encoder, step.number), trained(predictor, step.number)
@@ -103,27 +97,20 @@ def ijepa(step: Step) -> None:
         chained.state[parameter] = state
     step.torch(
         f"jepa-ep{step.epoch}.pth.tar",
-        {
-            "encoder": roles.model(prefixed(encoder, "module."), "encoder"),
-            "predictor": roles.model(prefixed(predictor, "module."), "predictor"),
-            "target_encoder": roles.ema(prefixed(one.ema, "module."), "encoder"),
-            "opt": roles.optimizer(chained.state_dict()),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "loss": roles.metrics(0.5),
-            "batch_size": roles.config(8),
-            "world_size": roles.config(2),
-            "lr": roles.config(1e-3),
-        },
+        encoder=roles.model(prefixed(encoder, "module."), "encoder"),
+        predictor=roles.model(prefixed(predictor, "module."), "predictor"),
+        target_encoder=roles.ema(prefixed(one.ema, "module."), "encoder"),
+        opt=roles.optimizer(chained.state_dict()),
+        scaler=roles.scaler(one.scaler.state_dict()),
+        epoch=roles.progress(step.epoch),
+        loss=roles.metrics(0.5),
+        batch_size=roles.config(8),
+        world_size=roles.config(2),
+        lr=roles.config(1e-3),
     )
 
 
-@layout(
-    "mlfoundations/open_clip",
-    "file",
-    "checkpoints/epoch_{epoch}.pt",
-    pointers=[pointers.copy("checkpoints/epoch_latest.pt")],
-)
+@layout("mlfoundations/open_clip", "file", "checkpoints/epoch_{epoch}.pt", pointers.copy("checkpoints/epoch_latest.pt"))
 def open_clip(step: Step) -> None:
     one = patches(step)
     step.has(step=step.number, epoch=step.epoch)
@@ -145,23 +132,22 @@ def open_clip(step: Step) -> None:
     "huggingface/pytorch-image-models",
     "file",
     "checkpoint-{epoch}.pth.tar",
-    pointers=[pointers.copy("last.pth.tar"), pointers.copy("model_best.pth.tar", best=True)],
+    pointers.copy("last.pth.tar"),
+    pointers.copy("model_best.pth.tar", best=True),
 )
 def timm(step: Step) -> None:
     one = patches(step)
     step.torch(
         f"checkpoint-{step.epoch}.pth.tar",
-        {
-            "epoch": roles.progress(step.epoch),
-            "arch": roles.config("vit_tiny_patch16_224"),
-            "state_dict": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "version": roles.config(2),
-            "args": roles.config(configs.arguments(model="vit_tiny")),
-            "amp_scaler": roles.scaler(one.scaler.state_dict()),
-            "state_dict_ema": roles.ema(one.ema.state_dict()),
-            "metric": roles.metrics(77.5),
-        },
+        epoch=roles.progress(step.epoch),
+        arch=roles.config("vit_tiny_patch16_224"),
+        state_dict=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        version=roles.config(2),
+        args=roles.config(configs.arguments(model="vit_tiny")),
+        amp_scaler=roles.scaler(one.scaler.state_dict()),
+        state_dict_ema=roles.ema(one.ema.state_dict()),
+        metric=roles.metrics(77.5),
     )
 
 
@@ -170,45 +156,39 @@ def swin(step: Step) -> None:
     one = patches(step)
     step.torch(
         f"ckpt_epoch_{step.epoch}.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "max_accuracy": roles.metrics(77.5),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "config": roles.config(configs.CfgNode(configs.options())),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
+        max_accuracy=roles.metrics(77.5),
+        scaler=roles.scaler(one.scaler.state_dict()),
+        epoch=roles.progress(step.epoch),
+        config=roles.config(configs.CfgNode(configs.options())),
     )
 
 
-@layout("HobbitLong/SupContrast", "file", "ckpt_epoch_{epoch}.pth", pointers=[pointers.copy("last.pth")])
+@layout("HobbitLong/SupContrast", "file", "ckpt_epoch_{epoch}.pth", pointers.copy("last.pth"))
 def supcontrast(step: Step) -> None:
     one = classifier(step)
     step.torch(
         f"ckpt_epoch_{step.epoch}.pth",
-        {
-            "opt": roles.config(configs.arguments(method="SupCon")),
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "epoch": roles.progress(step.epoch),
-        },
+        opt=roles.config(configs.arguments(method="SupCon")),
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        epoch=roles.progress(step.epoch),
     )
 
 
-@layout("pytorch/examples imagenet", "file", "checkpoint.pth.tar", pointers=[pointers.copy("model_best.pth.tar")])
+@layout("pytorch/examples imagenet", "file", "checkpoint.pth.tar", pointers.copy("model_best.pth.tar"))
 def imagenet(step: Step) -> None:
     one = classifier(step)
     step.torch(
         "checkpoint.pth.tar",
-        {
-            "epoch": roles.progress(step.epoch),
-            "arch": roles.config("resnet18"),
-            "state_dict": roles.model(prefixed(one.model, "module.")),
-            "best_acc1": roles.metrics(torch.tensor(77.5)),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "scheduler": roles.scheduler(one.scheduler.state_dict()),
-        },
+        epoch=roles.progress(step.epoch),
+        arch=roles.config("resnet18"),
+        state_dict=roles.model(prefixed(one.model, "module.")),
+        best_acc1=roles.metrics(torch.tensor(77.5)),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        scheduler=roles.scheduler(one.scheduler.state_dict()),
     )
 
 
@@ -226,11 +206,9 @@ def mingpt_ddp(step: Step) -> None:
     step.has(step=None, epoch=step.epoch)
     step.torch(
         "gpt_snapshot.pt",
-        {
-            "model_state": roles.model(one.model.state_dict()),
-            "optimizer_state": roles.optimizer(one.optimizer.state_dict()),
-            "finished_epoch": roles.progress(step.epoch),
-        },
+        model_state=roles.model(one.model.state_dict()),
+        optimizer_state=roles.optimizer(one.optimizer.state_dict()),
+        finished_epoch=roles.progress(step.epoch),
     )
 
 
@@ -238,19 +216,18 @@ def mingpt_ddp(step: Step) -> None:
     "facebookresearch/detectron2",
     "file",
     "model_{step:07d}.pth",
-    pointers=[pointers.text("last_checkpoint", "{name}"), pointers.beside("metrics.json", '{"iteration": 100}\n')],
+    pointers.text("last_checkpoint", "{name}"),
+    pointers.beside("metrics.json", '{"iteration": 100}\n'),
 )
 def detectron2(step: Step) -> None:
     one = trained(networks.Classifier(), step.number, optimizer=sgd, scheduler=milestones)
     step.count("model", one.model)
     step.torch(
         f"model_{step.number:07d}.pth",
-        {
-            "model": roles.model(one.model.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "iteration": roles.progress(step.number),
-        },
+        model=roles.model(one.model.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        scheduler=roles.scheduler(one.scheduler.state_dict()),
+        iteration=roles.progress(step.number),
     )
 
 
@@ -258,10 +235,8 @@ def detectron2(step: Step) -> None:
     "open-mmlab/mmengine",
     "file",
     "epoch_{epoch}.pth",
-    pointers=[
-        pointers.text("last_checkpoint", "/other/machine/{name}"),
-        pointers.copy("best_coco_bbox_mAP_epoch_1.pth", best=True),
-    ],
+    pointers.text("last_checkpoint", "/other/machine/{name}"),
+    pointers.copy("best_coco_bbox_mAP_epoch_1.pth", best=True),
 )
 def mmengine(step: Step) -> None:
     one = classifier(step)
@@ -271,14 +246,12 @@ def mmengine(step: Step) -> None:
     averaged = {"steps": torch.tensor(step.number)} | prefixed(one.ema, "module.")
     step.torch(
         f"epoch_{step.epoch}.pth",
-        {
-            "meta": roles.progress(meta),
-            "state_dict": roles.model(one.model.state_dict()),
-            "message_hub": roles.metrics(hub),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "param_schedulers": [roles.scheduler(one.scheduler.state_dict())],
-            "ema_state_dict": roles.ema(averaged),
-        },
+        meta=roles.progress(meta),
+        state_dict=roles.model(one.model.state_dict()),
+        message_hub=roles.metrics(hub),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        param_schedulers=[roles.scheduler(one.scheduler.state_dict())],
+        ema_state_dict=roles.ema(averaged),
     )
 
 
@@ -286,59 +259,54 @@ def mmengine(step: Step) -> None:
     "ultralytics/yolov5",
     "file",
     "weights/epoch{epoch}.pt",
-    pointers=[pointers.copy("weights/last.pt"), pointers.copy("weights/best.pt", best=True)],
+    pointers.copy("weights/last.pt"),
+    pointers.copy("weights/best.pt", best=True),
 )
 def yolov5(step: Step) -> None:
     one = classifier(step)
     step.torch(
         f"weights/epoch{step.epoch}.pt",
-        {
-            "epoch": roles.progress(step.epoch),
-            "best_fitness": roles.metrics(0.5),
-            "model": roles.model(copy.deepcopy(one.model).half()),
-            "ema": roles.ema(copy.deepcopy(one.ema).half()),
-            "updates": roles.progress(step.number),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "opt": roles.config(vars(configs.arguments(weights="yolov5s.pt"))),
-            "git": roles.config({"remote": None, "branch": None, "commit": None}),
-            "date": roles.metrics("2026-01-02T03:04:05"),
-        },
+        epoch=roles.progress(step.epoch),
+        best_fitness=roles.metrics(0.5),
+        model=roles.model(copy.deepcopy(one.model).half()),
+        ema=roles.ema(copy.deepcopy(one.ema).half()),
+        updates=roles.progress(step.number),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        opt=roles.config(vars(configs.arguments(weights="yolov5s.pt"))),
+        git=roles.config({"remote": None, "branch": None, "commit": None}),
+        date=roles.metrics("2026-01-02T03:04:05"),
     )
     step.has(step=step.number, epoch=step.epoch)
 
 
-@layout("lyuwenyu/RT-DETR", "file", "checkpoint{epoch:04d}.pth", pointers=[pointers.copy("last.pth")])
+@layout("lyuwenyu/RT-DETR", "file", "checkpoint{epoch:04d}.pth", pointers.copy("last.pth"))
 def rt_detr(step: Step) -> None:
     one = classifier(step)
     step.torch(
         f"checkpoint{step.epoch:04d}.pth",
-        {
-            "date": roles.metrics("2026-01-02T03:04:05"),
-            "last_epoch": roles.progress(step.epoch),
-            "model": roles.model(one.model.state_dict()),
-            "criterion": roles.other({}),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "lr_warmup_scheduler": roles.scheduler({"last_step": step.number}),
-            "ema": roles.ema({"module": one.ema.state_dict(), "updates": step.number}),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-        },
+        date=roles.metrics("2026-01-02T03:04:05"),
+        last_epoch=roles.progress(step.epoch),
+        model=roles.model(one.model.state_dict()),
+        criterion=roles.other({}),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
+        lr_warmup_scheduler=roles.scheduler({"last_step": step.number}),
+        ema=roles.ema({"module": one.ema.state_dict(), "updates": step.number}),
+        scaler=roles.scaler(one.scaler.state_dict()),
     )
     step.has(step=step.number, epoch=step.epoch)
 
 
-@layout("Megvii-BaseDetection/YOLOX", "file", "epoch_{epoch}_ckpt.pth", pointers=[pointers.copy("latest_ckpt.pth")])
+@layout("Megvii-BaseDetection/YOLOX", "file", "epoch_{epoch}_ckpt.pth", pointers.copy("latest_ckpt.pth"))
 def yolox(step: Step) -> None:
     one = classifier(step)
     step.torch(
         f"epoch_{step.epoch}_ckpt.pth",
-        {
-            "start_epoch": roles.progress(step.epoch),
-            "model": roles.model(one.ema.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "best_ap": roles.metrics(0.5),
-            "curr_ap": roles.metrics(None),
-        },
+        start_epoch=roles.progress(step.epoch),
+        model=roles.model(one.ema.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        best_ap=roles.metrics(0.5),
+        curr_ap=roles.metrics(None),
     )
 
 
@@ -346,45 +314,39 @@ def yolox(step: Step) -> None:
     "mit-han-lab/efficientvit",
     "file",
     "checkpoint/checkpoint.pt",
-    pointers=[pointers.text("checkpoint/latest.txt", "{path}"), pointers.copy("checkpoint/model_best.pt")],
+    pointers.text("checkpoint/latest.txt", "{path}"),
+    pointers.copy("checkpoint/model_best.pt"),
 )
 def efficientvit(step: Step) -> None:
     one = classifier(step)
     step.torch(
         "checkpoint/checkpoint.pt",
-        {
-            "state_dict": roles.model(one.model.state_dict()),
-            "epoch": roles.progress(step.epoch),
-            "best_val": roles.metrics(77.5),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "lr_scheduler": roles.scheduler(one.scheduler.state_dict()),
-            "ema": roles.ema({"average": one.ema.state_dict()}),
-            "scaler": roles.scaler(one.scaler.state_dict()),
-        },
+        state_dict=roles.model(one.model.state_dict()),
+        epoch=roles.progress(step.epoch),
+        best_val=roles.metrics(77.5),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        lr_scheduler=roles.scheduler(one.scheduler.state_dict()),
+        ema=roles.ema({"average": one.ema.state_dict()}),
+        scaler=roles.scaler(one.scaler.state_dict()),
     )
 
 
 @layout(
-    "MIC-DKFZ/nnUNet",
-    "file",
-    "fold_0/checkpoint_latest.pth",
-    pointers=[pointers.copy("fold_0/checkpoint_best.pth", best=True)],
+    "MIC-DKFZ/nnUNet", "file", "fold_0/checkpoint_latest.pth", pointers.copy("fold_0/checkpoint_best.pth", best=True)
 )
 def nnunet(step: Step) -> None:
     one = classifier(step)
     step.torch(
         "fold_0/checkpoint_latest.pth",
-        {
-            "network_weights": roles.model(one.model.state_dict()),
-            "optimizer_state": roles.optimizer(one.optimizer.state_dict()),
-            "grad_scaler_state": roles.scaler(one.scaler.state_dict()),
-            "logging": roles.metrics({"mean_fg_dice": [0.5, 0.75], "ema_fg_dice": [0.5, 0.5]}),
-            "_best_ema": roles.metrics(0.5),
-            "current_epoch": roles.progress(step.epoch),
-            "init_args": roles.config({"configuration": "2d", "fold": 0}),
-            "trainer_name": roles.config("nnUNetTrainer"),
-            "inference_allowed_mirroring_axes": roles.config((0, 1)),
-        },
+        network_weights=roles.model(one.model.state_dict()),
+        optimizer_state=roles.optimizer(one.optimizer.state_dict()),
+        grad_scaler_state=roles.scaler(one.scaler.state_dict()),
+        logging=roles.metrics({"mean_fg_dice": [0.5, 0.75], "ema_fg_dice": [0.5, 0.5]}),
+        _best_ema=roles.metrics(0.5),
+        current_epoch=roles.progress(step.epoch),
+        init_args=roles.config({"configuration": "2d", "fold": 0}),
+        trainer_name=roles.config("nnUNetTrainer"),
+        inference_allowed_mirroring_axes=roles.config((0, 1)),
     )
 
 
@@ -397,13 +359,11 @@ def swa(step: Step) -> None:
     rate = torch.optim.swa_utils.SWALR(one.optimizer, 0.05)
     step.torch(
         f"swa_{step.epoch}.pt",
-        {
-            "epoch": roles.progress(step.epoch),
-            "model": roles.model(one.model.state_dict()),
-            "swa_model": roles.ema(averaged.state_dict()),
-            "optimizer": roles.optimizer(one.optimizer.state_dict()),
-            "swa_scheduler": roles.scheduler(rate.state_dict()),
-        },
+        epoch=roles.progress(step.epoch),
+        model=roles.model(one.model.state_dict()),
+        swa_model=roles.ema(averaged.state_dict()),
+        optimizer=roles.optimizer(one.optimizer.state_dict()),
+        swa_scheduler=roles.scheduler(rate.state_dict()),
     )
 
 
@@ -414,15 +374,13 @@ def list_of_models(step: Step) -> None:
     heads = {n: v for n, v in one.model.state_dict().items() if n.startswith("fc.")}
     step.torch(
         f"model_phase{step.epoch}.torch",
-        {
-            "phase_idx": roles.progress(step.epoch),
-            "iteration": roles.progress(step.number),
-            "loss": roles.other({}),
-            "type": roles.config("checkpoint"),
-            "classy_state_dict": {
-                "base_model": {"model": {"trunk": roles.model(trunk), "heads": roles.model(heads)}},
-                "optimizer": {"optim": roles.optimizer(one.optimizer.state_dict()), "lr": roles.config(0.1)},
-            },
+        phase_idx=roles.progress(step.epoch),
+        iteration=roles.progress(step.number),
+        loss=roles.other({}),
+        type=roles.config("checkpoint"),
+        classy_state_dict={
+            "base_model": {"model": {"trunk": roles.model(trunk), "heads": roles.model(heads)}},
+            "optimizer": {"optim": roles.optimizer(one.optimizer.state_dict()), "lr": roles.config(0.1)},
         },
     )
     step.has(step=step.number, epoch=step.epoch)
@@ -480,10 +438,8 @@ def nested_bytes(step: Step) -> None:
     torch.save(half(one.ema.state_dict()), data)
     step.torch(
         f"bundle_{step.number}.pt",
-        {
-            "net": roles.model(nn.Sequential(one.model).state_dict()),
-            "optim": roles.optimizer(one.optimizer.state_dict()),
-            "best": roles.other(data.getvalue()),
-            "step": roles.progress(step.number),
-        },
+        net=roles.model(nn.Sequential(one.model).state_dict()),
+        optim=roles.optimizer(one.optimizer.state_dict()),
+        best=roles.other(data.getvalue()),
+        step=roles.progress(step.number),
     )
