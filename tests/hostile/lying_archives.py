@@ -162,6 +162,12 @@ lie(
     _hollow,
     r"not a complete torch\.save archive: its directory has \d+ bytes, more than \d+",
 )
+lie(
+    "zip: a missing pickle",
+    file("ckpt.pt", Saved(records={b"data.pkl": Entry(b"ckpt/other", Saved().pickle)}).bytes()),
+    r"a zip archive, but not one of torch\.save",
+    code=READ,
+)
 lie("zip: nothing at all", file("ckpt.pt", b""), "empty", code=READ)
 lie(
     "zip: nothing but an end record",

@@ -61,13 +61,21 @@ for name, make, pattern in (
     ("infinity", w(shape=[float("inf")]), "Infinity"),
     ("a size of 2**63", w(shape=[2**63, 0], data_offsets=[0, 0]), r"tensor `w`: a tensor with a size of 2\*\*63 or more"),
     ("a product of 2**128", w(shape=[2**64, 2**64]), r"tensor `w`: a tensor with a size of 2\*\*63 or more"),
+    ("a product of 2**64", w(shape=[2**32, 2**32], data_offsets=[0, 0]), r"tensor `w`.*2\*\*58 elements or more"),
     ("a size of 5,000 digits", header(TEXT.replace(b"[2, 3]", b"[" + b"9" * 5000 + b"]")), "the header is not JSON that can be read: it has a number of thousands of digits"),
     ("a size of 4,000 digits, squared", header(TEXT.replace(b"[2, 3]", b"[" + b"9" * 4000 + b"," + b"9" * 4000 + b"]")), r"tensor `w`: a tensor with a size of 2\*\*63 or more"),
     ("100,000 dimensions", w(shape=[1] * 100_000 + [6]), r"a tensor of \d+ dimensions, more than 64"),
     ("a size of true", w(shape=[True, 6]), r"tensor `w`: its shape \[True, 6\] is not a list of sizes"),
     ("a size of 2.0", w(shape=[2.0, 3]), r"tensor `w`: its shape \[2\.0, 3\] is not a list of sizes"),
     ("a size below zero", w(shape=[-2, -3]), r"tensor `w`: its shape \[-2, -3\] is not a list of sizes"),
+    ("a shape that is text", w(shape="23"), "tensor `w`: its shape .* is not a list of sizes"),
+    ("another shape", w(shape=[2, 4]), r"float32 \[2, 4\] needs 32"),
+    ("a dtype of another size", w(dtype="F16"), r"float16 \[2, 3\] needs 12"),
     ("no shape", w(shape=None), "has no `shape`"),
+    ("no dtype", w(dtype=None), "has no `dtype`"),
+    ("a hole before the tensor", header(json.dumps({"w": {**honest()["w"], "data_offsets": [4, 28]}}).encode(), bytes(4) + WEIGHTS), "it leaves a hole of 4 bytes after the header"),
+    ("a hole behind the tensor", table(WEIGHTS + bytes(8), x={"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}), "a hole of 4 bytes after `w`"),
+    ("an offset of 0.0", w(data_offsets=[0.0, 24]), "are not a begin and an end"),
     ("not an offsets", w(data_offsets=None), "has no `data_offsets`"),
     ("three offsets", w(data_offsets=[0, 12, 24]), r"tensor `w`: its data_offsets \[0, 12, 24\] are not a begin and an end"),
     ("offsets backwards", w(data_offsets=[24, 0]), r"tensor `w`: its data_offsets \[24, 0\] are not a begin and an end"),
@@ -95,6 +103,10 @@ for name, make, pattern in (
     ("offsets of pieces of 2**70", table(__metadata__={"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [2**70, 0]}})}), "not an offset in its `DCP_SHARDING_INFO`"),
     ("offsets of two pieces for one", table(__metadata__={"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}, "w": {"saved_offsets": [1, 0]}}'}), "its `DCP_SHARDING_INFO` names `w` twice"),
     ("offsets of pieces, eight million lists", table(__metadata__={"DCP_SHARDING_INFO": '{"w":[' + "[]," * 8_000_000 + "[]]}"}), r"the header has up to \d+ values, more than the \d+ that JSON of \d+ bytes"),
+    *(
+        (f"offsets of pieces, {info}", table(__metadata__={"DCP_SHARDING_INFO": info}), "DCP_SHARDING_INFO")
+        for info in ("[]", "{}", '{"w": 1}', '{"w": {}}', '{"w": {"saved_offsets": 3}}', '{"w": {"saved_offsets": [0]}}', '{"w": {"saved_offsets": [0.0, 0]}}')
+    ),
     ("offsets of pieces nested", table(__metadata__={"DCP_SHARDING_INFO": "[" * 100_000}), "its `DCP_SHARDING_INFO` is not JSON that can be read: it is nested too deeply"),
 ):  # fmt: skip
     lie(f"safetensors: {name}", make, pattern, code=(READ, 4))
@@ -162,6 +174,7 @@ for name, make, pattern in (
     ("the map twice", index(None, text=b'{"weight_map": {}, "weight_map": {"w": "a.safetensors"}}'), "names `weight_map` twice"),
     ("nested 200,000 deep", index(None, text=b'{"weight_map":' + DEEP + b"}"), "nested too deeply"),
     ("a list", index(None, text=b"[1]"), "weight_map"),
+    ("no map", index(None, text=b'{"metadata": {}}'), "has no `weight_map`"),
     ("not JSON", index(None, text=b"\x80\x02."), "is not UTF-8 at its byte 0"),
     ("empty", index(None, text=b""), "is not JSON: (?!a zero)"),
 ):  # fmt: skip

@@ -69,6 +69,10 @@ def place(index: Index, name: str) -> Any:
     return next(info for where, info in index.storage_data.items() if where.fqn == name)
 
 
+def chunk(index: Index) -> Any:
+    return index.state_dict_metadata["w"].chunks[0]
+
+
 def put(name: str, **fields: Any) -> Change:
     """Change where the item of `name` lies."""
     return lambda index: vars(place(index, name)).update(fields)
@@ -163,10 +167,26 @@ for name, make, pattern in (
     ("a tensor described by text", indexed(lambda i: i.state_dict_metadata.update(w="float32")), r"`\.metadata`: `w`: described by a str, not as a tensor or bytes"),
     ("20,000 dimensions", indexed(tiles([(0,) * 20_000], (1,) * 20_000, (1,) * 20_000)), "a tensor of 20000 dimensions, more than 64"),
     ("20,000 dimensions of 2**62", indexed(lambda i: SET(i.state_dict_metadata["w"], "size", torch.Size((2**62,) * 20_000))), r"`\.metadata`: `w`: a tensor of \d+ dimensions, more than 64"),
+    ("no tensors", indexed(lambda i: SET(i, "state_dict_metadata", [])), "no `state_dict_metadata`"),
+    ("no dtype", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "dtype", None)), r"`\.metadata`.*its dtype is not one of torch's"),
+    ("a layout for a dtype", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "dtype", torch.strided)), r"`\.metadata`.*its dtype|unknown dtype"),
+    ("a dtype of nobody", directory(lambda p: (p / ".metadata").write_bytes((p / ".metadata").read_bytes().replace(b"\x8c\x07float32", b"\x8c\x07float33"))), "`w`.*float33"),
+    ("a shape of text", indexed(lambda i: SET(i.state_dict_metadata["w"], "size", "ab")), "tuple of integers"),
+    ("a chunk that is a number", indexed(lambda i: SET(i.state_dict_metadata["w"], "chunks", [1])), "not a `ChunkStorageMetadata`"),
+    ("a chunk of other dimensions", indexed(lambda i: SET(chunk(i), "sizes", torch.Size([1]))), "tuple of 2 integers"),
+    ("a chunk of floats", indexed(lambda i: SET(chunk(i), "sizes", (1.5, 2))), "tuple of 2 integers"),
+    ("a chunk without offsets", indexed(lambda i: delattr(chunk(i), "offsets")), "tuple of 2 integers"),
+    ("a chunk in no file", indexed(lambda i: i.storage_data.pop(MetadataIndex("w", torch.Size((0, 0)), 0))), r"`\.metadata`: `w`: the chunk at \[0, 0\] is in no file"),
+    ("bytes in no file", indexed(lambda i: i.storage_data.pop(MetadataIndex("lr"))), "`lr`"),
+    ("an offset that is text", indexed(put("w", offset="12")), r"`\.metadata`: `w`: an item whose offset or length is not an integer"),
+    ("transforms that are a number", indexed(put("w", transform_descriptors=7)), "not a list of names"),
     ("a sparse layout", indexed(lambda i: SET(i.state_dict_metadata["w"].properties, "layout", torch.sparse_coo)), "layout"),
     ("an offset of 2**70", indexed(put("w", offset=2**70)), r"`\.metadata`: `w`: an item whose offset or length is not an integer"),
     ("an item that is described as two things", indexed(lambda i: i.planner_data.update(w=("lr",))), "the index calls an entry `w`, but its key path spells `lr`"),
     ("a path of floats", indexed(planner(w=(1.5,))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),
+    ("a path of tuples", indexed(planner(w=(("a",),))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),
+    ("a path through a value", indexed(planner(w=("lr", "x"))), "`w`.*`lr.x`|`lr.x`.*`w`"),
+    ("a path of a number past the list", indexed(planner(w=("list", 10**9))), "`w`.*list.1000000000|list.1000000000.*`w`"),
     ("a path of nothing", indexed(planner(w=())), r"`\.metadata`: `w`: its path in `planner_data` is not a tuple of keys"),
     ("a path below zero", indexed(planner(w=(-1,))), r"`\.metadata`: `w`: its path in `planner_data` holds something else than strings and indexes"),
     ("a path 100,000 deep", indexed(planner(w=("a",) * 100_000)), "its path in `planner_data` has 100000 keys, more than 256"),
@@ -194,6 +214,14 @@ for name, make, pattern in (
     ("an item before the beginning", indexed(put("w", offset=-8)), "outside the file"),
     ("an item of -1 bytes", indexed(put("w", length=-1)), "outside the file"),
     ("an item of no bytes", indexed(put("w", length=0)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: it has 0 bytes"),
+    ("an item cut short", indexed(put("w", length=700)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive"),
+    ("an object of no bytes", indexed(put("lr", length=0)), "`lr`"),
+    ("an object at 2**63", indexed(put("lr", offset=2**63)), "`lr`"),
+    ("another shape", indexed(lambda i: SET(i.state_dict_metadata["x"], "size", torch.Size((7,)))), r"`x` \[7\]"),
+    ("another dtype", indexed(lambda i: SET(i.state_dict_metadata["x"].properties, "dtype", torch.float32)), r"`__0_0\.distcp`: `x` holds int64 \[4\], but the metadata says float32"),
+    ("no chunks", indexed(lambda i: i.state_dict_metadata["w"].chunks.clear()), "tensor `w`"),
+    ("an item in the directory itself", indexed(put("w", relative_path=".")), "a directory"),
+    ("an item in a file without a name", indexed(put("w", relative_path="")), OUT),
     ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: bytes after the end record"),
     ("a transform that nobody knows", indexed(put("w", transform_descriptors=["exec.sh/1"])), "exec.sh/1"),
     ("a transform of zstd over what is none", indexed(put("w", transform_descriptors=["stream.zstd/1"])), r"`__0_0\.distcp`: `w`: cannot be decompressed"),

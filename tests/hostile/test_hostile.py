@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import ascii_lowercase
 from typing import NamedTuple
+from zlib import crc32
 
 import lying_archives  # noqa: F401
 import lying_headers  # noqa: F401
@@ -25,7 +26,7 @@ import lying_pickles  # noqa: F401
 import lying_work
 import pytest
 from run_with_limits import MOST_CALLS
-from support.faults import Ran, check_words, mark
+from support.faults import FORMATS, Ran, check_words, mark
 from support.lying_files import CANARY, LIES, Lie
 from support.paths import ROOT
 
@@ -45,11 +46,11 @@ class Done(NamedTuple):
     taken: int
 
 
-def words(verb: str, path: Path, folder: Path) -> list[str]:
-    made = str(folder / "out" / "dst")
+def words(name: str, verb: str, path: Path, folder: Path) -> list[str]:
+    made, to = str(folder / "out" / "dst"), FORMATS[crc32(name.encode()) % len(FORMATS)]
     return {
         "inspect": ["inspect", str(path)],
-        "convert": ["convert", str(path), made, "--to", "torch"],
+        "convert": ["convert", str(path), made, "--to", to],
         "verify": ["verify", str(path)],
         "diff": ["diff", str(path), str(path)],
     }[verb]
@@ -61,7 +62,9 @@ NOT_SHOWN = {
     "dcp: a tensor of 2**57 elements",  # torch writes an expanded tensor in as few bytes
     "dcp: a tensor of 2**40 elements",
     "dcp: the item of another tensor",
+    "dcp: another dtype",
     "dcp: an item of no bytes",
+    "dcp: an item cut short",
     "dcp: an item inside another",
     "dcp: a transform of zstd over what is none",
     "dcp: a thousand transforms",
@@ -83,7 +86,7 @@ def look(names: Sequence[str], folder: Path, verbs: Sequence[str]) -> dict[str, 
         place = folder / ascii_lowercase[n]  # not a number, which might be that of a rank
         (place / "out").mkdir(parents=True)
         path = LIES[name].make(place)
-        jobs += [(name, words(verb, path, place)) for verb in verbs]
+        jobs += [(name, words(name, verb, path, place)) for verb in verbs]
     (folder / "cwd").mkdir()
     before = {place: _mark(place) for place in folder.iterdir()}
     found: dict[str, list[Done]] = {name: [] for name in names}
@@ -106,6 +109,9 @@ def look(names: Sequence[str], folder: Path, verbs: Sequence[str]) -> dict[str, 
     for place in after:
         after[place] = {k: v for k, v in after[place].items() if not k.startswith("out/dst")}  # accepted: said below
     assert after == before, "something was written"
+    for n, name in enumerate(names):
+        is_accepted = any(done.verb == "convert" and done.ran.code == 0 for done in found[name])
+        assert is_accepted or os.listdir(folder / ascii_lowercase[n] / "out") == [], f"{name}: something is left"
     return found
 
 

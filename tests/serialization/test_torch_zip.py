@@ -168,21 +168,6 @@ def test_flipped_in_the_directory(at: int, value: bytes) -> None:
 DAMAGED = saved({"w": torch.arange(6.0), "b": torch.ones(2, 2).t()})
 
 
-def test_bytes_behind_the_end() -> None:
-    with pytest.raises(CorruptError, match="end record"):
-        opened(saved(STATE) + b"x")
-
-
-def test_compressed_and_renamed_records() -> None:
-    data = saved(STATE)
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name), zipfile.ZIP_STORED if name.endswith(".pkl") else zipfile.ZIP_DEFLATED)
-    with pytest.raises(CorruptError, match="compressed"):
-        everything(stream.getvalue())
-
-
 def test_stored_again_by_another_program() -> None:
     """`zip -0` knows nothing of alignment or descriptors."""
     data = saved(STATE)
@@ -201,34 +186,6 @@ def test_missing_records(missing: str) -> None:
             if not name.endswith(f"/{missing}"):
                 new.writestr(name, old.read(name))
     with pytest.raises(CorruptError, match=missing):
-        everything(stream.getvalue())
-
-
-def test_a_directory_that_points_at_another_record() -> None:
-    """Garbage would become weights: the file is whole, and both records are."""
-    data = bytearray(saved({"a": torch.zeros(4), "b": torch.ones(4)}))
-    places = [data.rindex(name) - 46 + 42 for name in (b"archive/data/0", b"archive/data/1")]
-    data[places[0] : places[0] + 4] = data[places[1] : places[1] + 4]
-    with pytest.raises(CorruptError, match="overlap"):
-        everything(bytes(data))
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_records_of_one_name() -> None:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved(STATE))) as old, zipfile.ZipFile(stream, "w") as new:
-        for name in [*old.namelist(), "archive/data/0"]:
-            new.writestr(name, old.read(name))
-    with pytest.raises(CorruptError, match="two records"):
-        opened(stream.getvalue())
-
-
-def test_a_storage_that_is_too_short() -> None:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved(STATE))) as old, zipfile.ZipFile(stream, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name)[:100] if name.endswith("data/0") else old.read(name))
-    with pytest.raises(CorruptError, match="100 bytes, but its storage needs 140"):
         everything(stream.getvalue())
 
 
