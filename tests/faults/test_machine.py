@@ -30,7 +30,6 @@ from support.faults import (
     Ran,
     as_nobody,
     check_words,
-    mark,
     model,
     run,
     save,
@@ -173,15 +172,6 @@ def test_other_sources_are_sources_too(tmp_path: Path) -> None:
     with untouched(first, second):
         done = run("convert", first, second, "--to", "torch", "--model-from", second, "--overwrite")
         check_words(done, USAGE, "source")
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_overwrite_replaces(to: str, src: Path, out: Path) -> None:
-    assert run("convert", src, out / "dst", "--to", to).code == 0
-    first = mark(out / "dst")
-    done = run("convert", src, out / "dst", "--to", to, "--overwrite", "--exclude", "embed*")
-    assert done.code == 0, done.err
-    assert mark(out / "dst") != first and names(out) == ["dst"]
 
 
 @pytest.mark.parametrize("to", FORMATS)

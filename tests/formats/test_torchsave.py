@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import shlex
 import struct
 import warnings
 import zipfile
@@ -556,24 +555,6 @@ def test_one_ranks_part_of_a_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 # What must not happen -------------------------------------------------------------------------------------------------
-
-
-def test_no_code_runs(tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-
-    class Payload:
-        def __reduce__(self) -> Any:
-            return __import__("os").system, (f"touch {shlex.quote(str(mark))}",)
-
-    state = {"w": torch.ones(2), "o": Payload(), "deep": [{"x": (Payload(),)}]}
-    for zipped in (True, False):
-        save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
-        read(tmp_path / "a.pt")
-        assert not mark.exists()
-        convert(tmp_path / "a.pt", tmp_path / f"b{zipped}.pt")
-        assert not mark.exists()
-    torch.load(tmp_path / "a.pt", weights_only=False)
-    assert mark.exists(), "the payload is not one"
 
 
 @pytest.mark.parametrize("name", ["torch/full", "torch/legacy", "torch/tar", "torch/script", "torch/pt2"])

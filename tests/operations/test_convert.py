@@ -27,7 +27,7 @@ from support.upstream_samples import original, path_of, reference
 from support.work import Calls
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, LossError, OverwriteError, ReadError, StorageError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, StorageError, UsageError
 from ckpttool.storage.files import Pool
 
 FULL, MODEL, DDP = (path_of(name) for name in ("torch/full", "torch/model", "torch/ddp"))
@@ -276,18 +276,6 @@ def test_the_format_is_told_by_the_suffix(tmp_path: Path) -> None:
     assert caught.value.hint == "did you mean `torch`?"
 
 
-def test_overwrite(tmp_path: Path) -> None:
-    out = tmp_path / "out.pt"
-    ckpttool.convert(MODEL, str(out))
-    first = out.read_bytes()
-    with pytest.raises(OverwriteError):
-        ckpttool.convert(FULL, str(out))
-    assert out.read_bytes() == first
-    ckpttool.convert(FULL, str(out), overwrite=True)
-    assert_same(torch.load(out, weights_only=False), original("torch/full"))
-    assert os.listdir(tmp_path) == ["out.pt"]
-
-
 def test_progress(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     made = ckpttool.convert(FULL, str(tmp_path / "a.pt"), progress=lambda done, total: seen.append((done, total)))
@@ -320,34 +308,6 @@ def test_check_finds_a_bit_that_was_written_wrong(tmp_path: Path, monkeypatch: p
         ckpttool.convert(MODEL, str(tmp_path / "out"), to=to, check=True)
     assert done
     assert os.listdir(tmp_path) == []
-
-
-def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
-    src = tmp_path / "src.pt"
-    src.write_bytes(Path(FULL).read_bytes())
-
-    def touch(done: int, total: int) -> None:
-        os.utime(src, ns=(1, 1))
-
-    with pytest.raises(ReadError, match="changed while it was being read"):
-        ckpttool.convert(str(src), str(tmp_path / "out.pt"), progress=touch)
-    assert os.listdir(tmp_path) == ["src.pt"]
-
-
-def test_the_source_is_never_the_destination(tmp_path: Path) -> None:
-    src = tmp_path / "src.pt"
-    src.write_bytes(Path(FULL).read_bytes())
-    os.symlink(src, tmp_path / "link.pt")
-    for dst in (src, tmp_path / "link.pt"):
-        with pytest.raises(UsageError, match="is the source, or is inside it"):
-            ckpttool.convert(str(src), str(dst), overwrite=True)
-    with pytest.raises(UsageError, match="is inside it"):
-        ckpttool.convert(SHARDED, f"{SHARDED}/out", to="torch")
-    with pytest.raises(UsageError, match=r"the source .* is inside"):
-        ckpttool.convert(str(src), str(tmp_path), to="dcp", overwrite=True)
-    with pytest.raises(UsageError, match="is the source"):
-        ckpttool.convert(SHARDED, str(src), to="torch", optim_from=str(src), overwrite=True)
-    assert src.read_bytes() == Path(FULL).read_bytes()
 
 
 def test_too_little_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

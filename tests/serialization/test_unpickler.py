@@ -11,7 +11,6 @@ import math
 import pickle
 import pickletools
 import re
-import shlex
 import struct
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from support.hang import no_hang
 from ckpttool.catalogue import flatten as nesting
 from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.values import KnownName, Stub, TorchSize, stub_name, stub_type
+from ckpttool.catalogue.values import Stub, TorchSize, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
 from ckpttool.serialization import (
     pickle_limits,
@@ -147,39 +146,6 @@ def test_the_payloads_are_live(route: str) -> None:
     assert TRIPPED or route == "memo"
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("os", "system"), ("builtins", "eval"), ("builtins", "exec"), ("posix", "system")]
-)
-def test_commands_do_not_run(module: str, name: str, tmp_path: Path) -> None:
-    mark = tmp_path / "ran"
-    command = f"touch {shlex.quote(str(mark))}" if name == "system" else f"open({str(mark)!r}, 'w')"
-    data = b"\x80\x02c" + module.encode() + b"\n" + name.encode() + b"\n" + text(command) + b"\x85R."
-    value = load(data)
-    assert stub_name(value) == f"{module}.{name}" and value.args == (command,)
-    assert not mark.exists()
-    pickle.loads(data)
-    assert mark.exists(), "the payload is not one"
-    assert harm.harmful_names({"a": [value]}) == {f"{module}.{name}"}
-
-
-@pytest.mark.parametrize("opcode", [b"\x82\x7b", b"\x83\x7b\x00", b"\x84\x7b\x00\x00\x00"])
-def test_extension_codes_are_refused(opcode: bytes) -> None:
-    """They stand for a class that the process has registered, and CPython keeps it where `find_class` is not asked."""
-    data = b"\x80\x02" + opcode + text("x") + b"\x85R."
-    copyreg.add_extension(HERE.decode(), "trip", 0x7B)
-    try:
-        TRIPPED.clear()
-        pickle.loads(data)
-        assert TRIPPED
-        TRIPPED.clear()
-        with pytest.raises(CorruptError, match="opcode"):
-            load(data)
-        assert not TRIPPED
-    finally:
-        copyreg.remove_extension(HERE.decode(), "trip", 0x7B)
-        copyreg.clear_extension_cache()
-
-
 def test_persistent_ids_are_answered_by_us_only() -> None:
     command = b"cos\nsystem\n" + text("true") + b"\x85R"
     with pytest.raises(CorruptError, match="persistent id"):
@@ -211,49 +177,7 @@ def test_what_we_answer_with_cannot_be_changed(name: tuple[str, str], state: byt
     assert known.answer is before
 
 
-@pytest.mark.parametrize("attribute", ["items", "keys", "__class__", "update"])
-def test_ordered_dicts_keep_their_methods(attribute: str) -> None:
-    data = b"\x80\x02ccollections\nOrderedDict\n)R}" + text(attribute) + b"K\1sb."
-    with pytest.raises(CorruptError, match="OrderedDict"):
-        load(data)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
-        b"\x80\x02c_codecs\nencode\n" + text("a") + text("zip") + b"\x86R.",
-        b"\x80\x02c_codecs\nencode\nK\1K\2\x86R.",
-        b"\x80\x02cbuiltins\ncomplex\n" + text("1") + b"\x85R.",
-        b"\x80\x02ctorch\nSize\nK\5\x85R.",
-        b"\x80\x02ccollections\nOrderedDict\nK\5\x85R.",
-        b"\x80\x02cbuiltins\ngetattr\n]" + text("__class__") + b"\x86R.",
-        b"\x80\x02cbuiltins\ngetattr\n(ctorch\nSize\n" + text("__call__") + b"tR.",
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))\x89NtR.",
-    ],
-)
-def test_real_functions_do_nothing_unusual(data: bytes) -> None:
-    with pytest.raises(CorruptError):
-        load(data)
-
-
 # Memo and limits ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x02Nr\xff\xff\xff\x7f.",
-        b"\x80\x02N(Nr\xff\xff\xff\x0f1.",
-        b"Np2147483647\n.",
-        b"Np99999999999999999999999\n.",
-        b"\x80\x02]" + b"r\x00\x00\x01\x10" + b".",
-    ],
-)
-def test_memo_indexes_cost_no_memory(data: bytes) -> None:
-    with pytest.raises(CorruptError, match="memo index"):
-        load(data)
 
 
 @pytest.mark.parametrize(
@@ -622,34 +546,6 @@ def test_meta_tensors_are_objects() -> None:
     assert stub_name(made) == "torch._utils._rebuild_meta_tensor_no_storage"
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        (-1, (2,), (1,)), (0, (-2,), (1,)), (0, (2,), (-1,)), (0, (2,), (1, 1)), (0, 2, 1), (11, (2,), (1,)),
-        (0, (13,), (1,)), (0, (2, 2), (1, 12)), (True, (2,), (1,)), (0, (2.0,), (1,)),
-    ],
-)  # fmt: skip
-def test_tensors_outside_their_storage(bad: Any) -> None:
-    offset, size, stride = bad
-    pid = ("storage", stub_type("torch", "FloatStorage"), "0", "cpu", 12)
-
-    def leaf(writer: picklewriter.PickleWriter, value: Any) -> bool:
-        if value == "HERE":
-            return False
-        if isinstance(value, list) and value == ["storage"]:
-            writer.persistent(pid)
-            return True
-        return False
-
-    known = KnownName("torch._utils", "_rebuild_tensor_v2", lambda: None)
-    writer = picklewriter.PickleWriter(2, leaf)
-    writer.named(known.module, known.name)
-    writer.write_tuple((["storage"], offset, size, stride, False, OrderedDict()))
-    writer.out += b"R"
-    with pytest.raises(CorruptError):
-        load(writer.done())
-
-
 @pytest.mark.parametrize("dtype", [d for d in torchpickle.BY_STORAGE.values() if d.kind != "quantized"], ids=str)
 def test_a_tensor_is_spelt_as_torch_spells_it(dtype: Any) -> None:
     """The pickle of one tensor: byte for byte torch's own, but for the memo."""
@@ -818,12 +714,6 @@ def test_depths_add_up_over_keys_that_share_tuples() -> None:
     with pytest.raises(CorruptError, match="nested more than"):
         load(b"\x80\x04](" + first + many + b"e.")
     assert load(b"\x80\x04](}(" + b")" + more + b"q\x00K\x01u" + many + b"e.")
-
-
-def test_no_value_is_taken_twice_off_the_stack() -> None:
-    """No pickler writes DUP, and fifty of them make a tuple whose hash would take years."""
-    with pytest.raises(CorruptError, match="opcode 0x32"):
-        load(b"\x80\x04})" + b"2\x86" * 50 + b"K\x01s.")
 
 
 @pytest.mark.parametrize("argument", [b"](K\x01e", b"}", b"K\x01"])
