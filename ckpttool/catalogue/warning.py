@@ -21,6 +21,7 @@ Kind = Literal[
     "missing-index",  # the index of a rank
     "missing-part",  # a part that such checkpoints have
     "missing-scale",  # scales of quantised weights that are missing, left over or of another shape
+    "names",  # other names than those of the source, by a key map or as they were before
     "no-checksum",  # bytes that cannot be verified
     "no-effect",  # an option that changes nothing
     "no-index",  # several files were taken as one checkpoint without an index
@@ -54,7 +55,7 @@ Kind = Literal[
 ]
 
 
-_REMARKS = ("chosen", "converted", "framework", "no-effect", "optimizer-keys", "placement")
+_REMARKS = ("chosen", "converted", "framework", "names", "no-effect", "optimizer-keys", "placement")
 
 
 class Warning(Finding):

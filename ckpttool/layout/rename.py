@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, dotted
+from ckpttool.catalogue.warning import Warning
 from ckpttool.layout.move import close_gaps, move, moved_root, rebuilt
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.layout.select import models
@@ -88,15 +89,16 @@ def strip_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def rooted(catalogue: Catalogue, notes: list[str]) -> Catalogue:
+def rooted(catalogue: Catalogue) -> Catalogue:
     """Return a model with the keys around it that it had before it was written in a format without them, the fact
-    `root`, and note that."""
+    `root`, and a warning that says so."""
     root = catalogue.facts.get("root", ())
     if not root or any(entry.part.root for entry in catalogue.entries.values()):
         return catalogue
-    notes.append(f"the names are below `{dotted(root)}` again, as before they were written as safetensors")
     result = move(catalogue, {path: (*root, *path) for path in catalogue.entries})
     result.files = catalogue.files
+    text = f"the names are below `{dotted(root)}` again, as before they were written as safetensors"
+    result.warnings = [*result.warnings, Warning("names", text)]
     for entry in result.entries.values():
         entry.part = Part(entry.part.kind, root)
     return result

@@ -199,7 +199,7 @@ def convert(
                     else:
                         if options.maps:
                             opened = replace(opened, source=Viewed(opened.source))
-                        planned, target = _plan(opened.source, place.path, target, options, result.notes)
+                        planned, target = _plan(opened.source, place.path, target, options)
                 job = write.Write(opened, planned, target, result, place.options, coordinator)
                 if coordinator.is_first or not dry_run:
                     job.run()
@@ -279,9 +279,7 @@ def _plan_like(
 
 
 @no_garbage_collection()
-def _plan(
-    source: Source, dst: str, target: Format, options: ConvertOptions, notes: list[str]
-) -> tuple[Planned, Format]:
+def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> tuple[Planned, Format]:
     """Return what to write, and its format: a framework's layout is a format of its own."""
     catalogue = source.catalogue
     row = writable.choose(options.producer, catalogue, options.to_world) if options.producer is not None else None
@@ -303,7 +301,7 @@ def _plan(
     if isinstance(source, Viewed):
         assert options.key_map is not None
         keys = options.optim_keys or ("fqn" if target.even else None)
-        planned, merged, uses_operations = mapped_state.mapped(planned, source, options.key_map, keys, notes)
+        planned, merged, uses_operations = mapped_state.mapped(planned, source, options.key_map, keys)
         folded |= merged
     check_dtypes(options.dtype, planned)
     planned = _cast(planned, catalogue, options.dtype)
@@ -311,13 +309,13 @@ def _plan(
     if selection.only:
         planned.facts = {name: fact for name, fact in planned.facts.items() if name != "root"}
     elif row is None and target.name != catalogue.format:
-        planned = rooted(planned, notes)
+        planned = rooted(planned)
     if row is not None:
         planned, target = _arranged(row, planned, source, dst, options, folded)
         tensor_class = tensor_class or row.tensor_class
     elif options.producer is not None and tensor_class is None and target.name == catalogue.format:
         tensor_class, lost = sharded_pickle.class_of(catalogue)
-        notes += lost
+        planned.warnings = [*planned.warnings, *lost]
     # The boxes of what operations make are small: they are put together.
     planned = _rechunked(planned, catalogue, target, world if uses_operations else options.to_world)
     sink = SinkOptions(options.max_shard_size, target.is_file(dst), world, tensor_class or "sharded_tensor")

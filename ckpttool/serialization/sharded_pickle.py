@@ -22,6 +22,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
+from ckpttool.catalogue.warning import Warning
 
 _SHARD = "torch.distributed._shard"
 _REBUILD = stub_type("torch._tensor", "_rebuild_from_type_v2")
@@ -55,7 +56,7 @@ def local_box(tensor: Tensor, rank: int) -> boxes.Box | None:
     return chunks.offsets[rank], chunks.sizes[rank]
 
 
-def class_of(catalogue: Catalogue) -> tuple[str, list[str]]:
+def class_of(catalogue: Catalogue) -> tuple[str, list[Warning]]:
     """Return the class of the sharded tensors in the files of another checkpoint, as `SinkOptions` has it, and what has
     to be said of it: DTensors stay DTensors, over a mesh of one dimension. Pure."""
     sharding = next((sharding for sharding in catalogue.shardings.values() if sharding.device), None)
@@ -63,7 +64,8 @@ def class_of(catalogue: Catalogue) -> tuple[str, list[str]]:
         return "sharded_tensor", []
     if any(len(one.mesh) > 1 for one in catalogue.shardings.values()):
         text = "DTensors are written over a mesh of one dimension, and in the source there is one of several"
-        return f"dtensor:{sharding.device}", [f"{text}: a model that is sharded as there does not load them"]
+        lost = Warning("framework", f"{text}: a model that is sharded as there does not load them")
+        return f"dtensor:{sharding.device}", [lost]
     return ":".join(("dtensor", sharding.device, *sharding.names)), []
 
 

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run("reshard", str(DCP), w8, "--to-world", "8", "--dry-run", "--html", out)
     assert done.exit_code == 0 and not (folder / "w8").exists() and f"wrote {folder / 'reshard.html'}" in done.stderr
     return folder
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    browser = Page()
-    yield browser
-    browser.close()
 
 
 def test_a_difference_has_the_statistics_of_b_minus_a(written: Path) -> None:

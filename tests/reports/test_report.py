@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,13 +63,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = ckpttool.report(folder / "run", folder / "report.html", steps="all", cache=False)
     assert found.pages == DRAWN and found.file_bytes == (folder / "report.html").stat().st_size
     return folder / "report.html"
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    browser = Page()
-    yield browser
-    browser.close()
 
 
 # The file -------------------------------------------------------------------------------------------------------------

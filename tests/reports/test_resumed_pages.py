@@ -4,7 +4,6 @@ in it is markup, and how it is in a real browser."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -264,13 +263,6 @@ def test_a_verdict_that_is_neither_is_no_failure(verdict: str, style: str) -> No
 
 
 # The browser ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    browser = Page()
-    yield browser
-    browser.close()
 
 
 PAGES = ["summary", "steps", "differences", "compared", "runs"]

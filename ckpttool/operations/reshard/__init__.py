@@ -196,9 +196,9 @@ def reshard(
             target = row or _same_format(opened.source.catalogue)
             planned = _plan(opened, options, target, result)
             if row is None:
-                tensor_class, notes = sharded_pickle.class_of(opened.source.catalogue)
+                tensor_class, lost = sharded_pickle.class_of(opened.source.catalogue)
+                planned.catalogue.warnings += lost
                 planned = replace(planned, options=replace(planned.options, tensor_class=tensor_class))
-                result.notes += notes
             job = write.Write(opened, planned, target, result, how, coordinator)
             chosen = engines.choose(engine, job, mesh)
             if resume and (coordinator.size > 1 or chosen.name != "bytes"):
@@ -326,7 +326,7 @@ def _plan(opened: OpenSource, options: ReshardOptions, target: Format, result: R
             planned = _without_root(planned, selection.only) if has_root else planned
     check_not_empty(planned, source)
     if options.mesh is not None and not selection.only:
-        planned = rooted(planned, result.notes)
+        planned = rooted(planned)
     return Planned(planned, SinkOptions(world=mesh.world), folded)
 
 
