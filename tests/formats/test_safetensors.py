@@ -928,13 +928,6 @@ def test_state_file_of_a_later_version(state_folder: Path) -> None:
     assert "update" in str(caught.value.hint)
 
 
-def test_state_file_cut(state_folder: Path) -> None:
-    path = state_folder / "ckpttool.json"
-    path.write_text(path.read_text()[:-3])
-    with pytest.raises(CorruptError, match="not JSON"):
-        read(state_folder)
-
-
 def test_state_with_a_tensor_too_many(state_folder: Path) -> None:
     changed(state_folder, lambda s, e: s["entries"].remove(e[("z",)]))
     with pytest.raises(CorruptError, match=r"ckpttool\.json`: does not name all tensors of its files: `z`"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lying_pickles import COST, doubled_memoized
+from lying_pickles import COST, TOO_DEEP, doubled_memoized
 from support.faults import save_dcp
 from support.lying_files import READ, STORAGE, TOUCH, lie, named, pickled, text
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -228,6 +228,33 @@ for name, make, pattern in (
     ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), r"`__0_0\.distcp`: `w`: written with \d+ extensions, more than 8"),
 ):  # fmt: skip
     lie(f"dcp: {name}", make, pattern, code=(READ, 4, STORAGE), late=True)
+
+LEVELS = {
+    "none, pop": b"N0\x85",
+    "text, pop": b"\x8c\x01a0\x85",
+    "a list, pop": b"](K\x01e0\x85",
+    "mark, pop": b"(0\x85",
+    "mark, none, pop all": b"(NN1\x85",
+    "memo, pop, get": b"q\x010h\x01\x85",
+    "long memo, pop, get": b"r\x01\0\0\x000j\x01\0\0\0\x85",
+    "mark, get, tuple": b"q\x010(h\x01t",
+    "mark, get between numbers": b"q\x010(K\x01h\x01K\x02t",
+    "with numbers": b"K\x01K\x02\x87",
+    "torch.Size": b"q\x010h\x00h\x01\x85\x85R",
+    "nothing built": b"Nb\x85",
+    "nothing set": b"(u\x85",
+    "nothing appended": b"(e\x85",
+    "nothing added": b"(\x90\x85",
+    "a get that looks like a number": b"q\x4b0h\x4b0h\x4b\x85",
+    "a frame": b"\x95" + b"\0" * 8 + b"\x85",
+}
+for name, level in LEVELS.items():
+    lie(
+        f"deep: an index, {name}",
+        raw(b"\x80\x04" + named("torch", "Size") + b"q\x000})" + level * TOO_DEEP + b"K\x01s."),
+        # A Size is of something else than integers.
+        "not made of a tuple of integers" if level.endswith(b"R") else r"nested more than \d+ deep",
+    )
 
 lie(
     "dcp: a command in planner_data",

@@ -95,6 +95,21 @@ for name, data, pattern in (
     lie(f"pickle: {name}", raw(data), pattern)
 
 
+TOO_DEEP = 130_000  # CPython ends a process whose stack has 8 MiB when it hashes tuples of 120,000 levels
+KEYS = {"a key": b"}%bK\x01s", "an element of a set": b"\x8f(%b\x90", "a value beside others": b"}(K\x01%bu"}
+NESTED = {
+    "bare": b"\x85",
+    "MEMOIZE": b"\x85\x94",
+    "BINPUT": b"\x85q\x00",
+    "LONG_BINPUT": b"\x85r\x01\0\0\0",
+    "PUT": b"\x85p3\n",
+}
+for place, where in KEYS.items():
+    for name, level in NESTED.items():
+        deep = b"\x80\x04" + where.replace(b"%b", b")" + level * TOO_DEEP) + b"."
+        lie(f"deep: {place}, {name}", raw(deep), r"nested more than \d+ deep")
+
+
 # What is shared -------------------------------------------------------------------------------------------------------
 
 
