@@ -87,7 +87,9 @@ class Itemised(Protocol):
 class Sink(Protocol):
     """A checkpoint of full size whose payloads are still empty, lying at the staging path given to `create`.
 
-    One that can complete its files one by one also has `seal(number, crcs)`, see `SealingSink`.
+    One that can complete its files one by one also has `seal(number, crcs)`, for a file whose payloads are there;
+    `finish` leaves that alone, so that it may lie elsewhere by then. If the sink `seals_in_order`, it asks for the
+    checksum of a payload once all before it is written.
 
     `catalogue` has the entries under the names that a reader of the result finds, each tensor with the `origin` of the
     planned one, and its chunks at their final extents; an extent with a `record` wants that record's CRC at `finish`.
@@ -98,16 +100,6 @@ class Sink(Protocol):
 
     def finish(self, crcs: Crcs) -> None:
         """Write what could only be known after the payloads: checksums, and the format's commit mark."""
-
-
-class SealingSink(Sink, Protocol):
-    """A sink whose files can be completed alone."""
-
-    @property
-    def seal(self) -> Callable[[int, Crcs], None] | None:
-        """A function that completes a file, by its number, once its payloads are there. `finish` leaves the file alone,
-        so that it may lie elsewhere by then. None if the files of this one cannot be. If it `seals_in_order`, it asks
-        for the checksum of a payload once all before it is written."""
 
 
 @dataclass(slots=True)

@@ -213,38 +213,6 @@ def test_cut_pickles() -> None:
             load(data[:n])
 
 
-@settings(max_examples=300)
-@given(st.binary(max_size=60))
-def test_random_bytes(data: bytes) -> None:
-    for begin in (b"", b"\x80\x02", b"\x80\x04"):
-        try:
-            value = load(begin + data + b".")
-        except CorruptError:
-            continue
-        list(stubs.walk(value))
-
-
-@settings(max_examples=300)
-@given(st.integers(0, 2000), st.integers(0, 255))
-def test_flipped_bytes(at: int, value: int) -> None:
-    data = bytearray(RICH)
-    data[at % len(data)] = value
-    try:
-        tree = load(bytes(data))
-    except CorruptError:
-        return
-    list(stubs.walk(tree))
-
-
-def _rich() -> bytes:
-    stream = io.BytesIO()
-    torch.save({"w": torch.ones(2, 3), "o": OrderedDict(a=argparse.Namespace(x=1)), "s": {1}, "c": 1j}, stream)
-    return bytes(torch._C.PyTorchFileReader(io.BytesIO(stream.getvalue())).get_record("data.pkl"))
-
-
-RICH = _rich()
-
-
 @pytest.mark.parametrize("protocol", range(6))
 def test_ends_are_found(protocol: int) -> None:
     values = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, StorageError, UsageError
-from ckpttool.storage import files, free_space, staging
+from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
+from ckpttool.storage import files, free_space
 from ckpttool.storage.files import Pool, inside
 from ckpttool.storage.stores import local_path
 
@@ -298,44 +297,12 @@ def test_a_destination_stays_absent_when_the_block_fails(
     assert os.listdir(tmp_path) == []
 
 
-@both
-def test_nothing_is_overwritten_unasked(tmp_path: Path, is_file: bool) -> None:
-    dst = tmp_path / "out"
-    fill(str(dst), is_file=is_file, content="old")
-    with pytest.raises(OverwriteError, match="exists") as caught, staged(str(dst), overwrite=False, is_file=is_file):
-        pytest.fail("the block ran")
-    assert (caught.value.exit_code, caught.value.hint) == (6, "pass `--overwrite` to replace it")
-    assert content(dst) == "old"
-
-
-@both
-def test_overwriting_replaces_at_the_end(tmp_path: Path, is_file: bool) -> None:
-    dst = tmp_path / "out"
-    fill(str(dst), is_file=is_file, content="old")
-    with staged(str(dst), overwrite=True, is_file=is_file) as partial:
-        fill(partial, is_file=is_file)
-        assert content(dst) == "old"
-    assert content(dst) == "new"
-    assert os.listdir(tmp_path) == ["out"]
-
-
 def test_overwriting_changes_a_file_into_a_directory(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     dst.write_text("old")
     with staged(str(dst), overwrite=True, is_file=False) as partial:
         fill(partial, is_file=False)
     assert content(dst) == "new"
-    assert os.listdir(tmp_path) == ["out"]
-
-
-@both
-def test_the_old_one_stays_when_the_block_fails(tmp_path: Path, is_file: bool) -> None:
-    dst = tmp_path / "out"
-    fill(str(dst), is_file=is_file, content="old")
-    with pytest.raises(ValueError, match="no"), staged(str(dst), overwrite=True, is_file=is_file) as partial:
-        fill(partial, is_file=is_file)
-        raise ValueError("no")
-    assert content(dst) == "old"
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -361,28 +328,6 @@ def test_the_old_one_comes_back_when_the_last_rename_fails(
         fill(partial, is_file=is_file)
     assert content(dst) == "old"
     assert os.listdir(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_an_empty_directory_is_as_good_as_none(tmp_path: Path, slash: str) -> None:
-    dst = tmp_path / "out"
-    dst.mkdir()
-    with staged(f"{dst}{slash}", overwrite=False, is_file=False) as partial:
-        fill(partial, is_file=False)
-    assert content(dst) == "new"
-    assert os.listdir(tmp_path) == ["out"]
-
-
-def test_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
-    for dst in (str(tmp_path), f"{tmp_path}/new/"):
-        with pytest.raises(UsageError, match="is a directory, and one file is written"):
-            staging.check_free(dst, overwrite=True, is_file=True)
-
-
-def test_a_dangling_link_is_something(tmp_path: Path) -> None:
-    os.symlink("nowhere", tmp_path / "out")
-    with pytest.raises(OverwriteError):
-        staging.check_free(str(tmp_path / "out"), overwrite=False, is_file=True)
 
 
 def test_a_link_to_a_directory_stays_and_is_followed(tmp_path: Path) -> None:
@@ -416,16 +361,6 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_the_umask_is_honoured(tmp_path: Path, mask: int) -> None:
-    with umask(mask):
-        local_path(str(tmp_path / "d" / "f")).create(10)
-        local_path(str(tmp_path / "g")).put(b"x")
-    assert stat.S_IMODE((tmp_path / "d" / "f").stat().st_mode) == 0o666 & ~mask
-    assert stat.S_IMODE((tmp_path / "d").stat().st_mode) == 0o777 & ~mask
-    assert stat.S_IMODE((tmp_path / "g").stat().st_mode) == 0o666 & ~mask
-
-
 def test_new_files_are_new(tmp_path: Path) -> None:
     local_path(str(tmp_path / "f")).create(10)
     assert (tmp_path / "f").read_bytes() == bytes(10)
@@ -434,16 +369,6 @@ def test_new_files_are_new(tmp_path: Path) -> None:
             again()
     with pytest.raises(CkptError):
         local_path(str(tmp_path / "f" / "g")).create(1)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with (
-        pytest.raises(StorageError, match="permission denied"),
-        staged(f"{tmp_path}/out", overwrite=False, is_file=True) as p,
-    ):
-        local_path(p).create(1)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, files.WRITE - 1, files.WRITE, 3 * files.WRITE + 8])
@@ -475,12 +400,6 @@ def test_memory_lies_in_its_page_as_bytes_do_in_the_file(offset: int) -> None:
     room[:] = bytes(range(250)) * 40
     assert len(room) == 10_000
     assert np.frombuffer(room, np.uint8).ctypes.data % files.PAGE == offset % files.PAGE
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(CkptError), staged(f"{tmp_path}/file/out", overwrite=False, is_file=True):
-        pytest.fail("the block ran")
 
 
 def test_free_space_is_asked_of_the_nearest_folder(tmp_path: Path) -> None:
