@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -133,3 +134,10 @@ def gpus(request: pytest.FixtureRequest) -> int:
     if request.param == "all" and there == 1:
         pytest.skip("there is one accelerator, and it has been tested on")
     return 1 if request.param == "one" else there
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder, in memory where there is room: hundreds of runs that sync would wait for the disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as made:
+        yield Path(made)

@@ -37,9 +37,6 @@ from support.paths import CHECKPOINTS
 import ckpttool
 from ckpttool.errors import ReadError
 
-KINDS = ("torch", "legacy", "dcp", "safetensors")
-
-
 # Not a checkpoint -----------------------------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\x06\0\0\0\x1f\x15\xc4\x89\0\0\0\0IEND\xaeB`\x82"

@@ -35,14 +35,6 @@ def cases(reads: int, writes: int) -> list[tuple[Any, ...]]:
     ]
 
 
-def is_right(case: tuple[Any, ...], code: Any, text: str) -> bool:
-    """An error of one rank. What is asked whether it is a directory, and fails, is taken for none."""
-    _, _, stage, number, _ = case
-    if stage == "read" and "not a regular file" in text:
-        return bool(code == READ)
-    return code in (READ, STORAGE) and (SAID[number] in text or TORCHS in text)
-
-
 @pytest.mark.parametrize(("reads", "writes"), [(1, 2), pytest.param(30, 40, marks=pytest.mark.long)])
 def test_a_rank_whose_disk_fails(reads: int, writes: int, tmp_path: Path) -> None:
     src, folder, listed = save_dcp(tmp_path / "ckpt"), tmp_path / "out", cases(reads, writes)

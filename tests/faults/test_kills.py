@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +34,6 @@ def state(layers: int) -> dict[str, torch.Tensor]:
     """Half a MiB a layer."""
     block = torch.arange(1 << 17, dtype=torch.float32).reshape(256, 512)
     return {f"layers.{i}.weight": block + i for i in range(layers)}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is room: hundreds of runs that sync would otherwise wait for the disk of this machine."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="kills-", dir="/dev/shm") as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")
@@ -97,27 +85,27 @@ def check_whole(path: Path, job: str) -> None:
 
 # The others are killed a hundred times by `-m long`; into one file, over an old one, below.
 @pytest.mark.parametrize("job", ["convert to dcp", "export"])
-def test_kills(job: str, src: Path, folder: Path) -> None:
-    told = kill(job, src, folder, 4)
-    check_whole(folder / "whole", job)
+def test_kills(job: str, src: Path, memory: Path) -> None:
+    told = kill(job, src, memory, 4)
+    check_whole(memory / "whole", job)
     assert told["killed"], "no child was killed while it worked"
 
 
 @pytest.mark.parametrize("job", ["convert to torch"])
-def test_kills_while_an_old_one_is_replaced(job: str, src: Path, folder: Path) -> None:
-    assert kill(job, src, folder, 4, older=True)["killed"]
+def test_kills_while_an_old_one_is_replaced(job: str, src: Path, memory: Path) -> None:
+    assert kill(job, src, memory, 4, older=True)["killed"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", JOBS)
-def test_many_kills(job: str, src: Path, folder: Path) -> None:
-    told = kill(job, src, folder, 100)
+def test_many_kills(job: str, src: Path, memory: Path) -> None:
+    told = kill(job, src, memory, 100)
     assert told["killed"] == 100 and told["left"] > 20, told
     assert told["resumed"] or not JOBS[job][3], told
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", ["convert to dcp", "convert to torch"])
-def test_many_kills_while_an_old_one_is_replaced(job: str, src: Path, folder: Path) -> None:
-    told = kill(job, src, folder, 100, older=True)
+def test_many_kills_while_an_old_one_is_replaced(job: str, src: Path, memory: Path) -> None:
+    told = kill(job, src, memory, 100, older=True)
     assert told["killed"] == 100 and told["left"] > 20, told

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,16 +55,6 @@ def out(tmp_path: Path) -> Path:
 def content(path: Path) -> dict[str, str]:
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
-
-
-@pytest.fixture
-def shm(out: Path) -> Iterator[Path]:
-    """In memory where there is room."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield out
-        return
-    with tempfile.TemporaryDirectory(prefix="resume-", dir="/dev/shm") as made:
-        yield Path(made)
 
 
 def interrupted(src: Path, dst: Path, after: int, monkeypatch: pytest.MonkeyPatch, **keywords: Any) -> None:
@@ -158,9 +147,9 @@ def test_without_a_checksum_in_either(tmp_path: Path, out: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_as_a_program(number: signal.Signals, tmp_path: Path, shm: Path) -> None:
+def test_as_a_program(number: signal.Signals, tmp_path: Path, memory: Path) -> None:
     """A batch system ends it; the same command goes on."""
-    out = shm
+    out = memory
     src = save_dcp(tmp_path / "ckpt", {f"layers.{i}.weight": torch.ones(1 << 18) + i for i in range(100)})
     words = ("convert", src, out / "out.pt", "--resume", "--threads", "1")
     process = spawn(*words)

@@ -9,10 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,16 +53,6 @@ def test_ranks_divide_a_batch(tmp_path: Path) -> None:
     assert states == {(step, state): 1 for step in steps for state in ("begun", "done")}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is room: a disk that syncs would be most of it."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="batch-", dir="/dev/shm") as made:
-        yield Path(made)
-
-
 def save_run(folder: Path) -> None:
     for step in range(1, STEPS + 1):
         weights = {f"layers.{i}.weight": torch.arange(step, step + 64, dtype=torch.float32) * i for i in range(4)}
@@ -78,9 +66,9 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 @pytest.mark.long
-def test_ranks_that_are_killed_at_random(folder: Path) -> None:
+def test_ranks_that_are_killed_at_random(memory: Path) -> None:
     """Every item is what a single command makes of it, byte for byte, and none is published twice."""
-    save_run(folder)
+    save_run(memory)
     some, inodes, kills, starts, code = random.Random(7), dict[str, int](), 0, 0, None
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--max-restarts", str(RESTARTS), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -90,14 +78,14 @@ def test_ranks_that_are_killed_at_random(folder: Path) -> None:
     while code != 0:
         assert time.monotonic() < until, (kills, starts)
         starts += 1
-        with (folder / f"{starts}.txt").open("w") as output:
+        with (memory / f"{starts}.txt").open("w") as output:
             launcher = subprocess.Popen(
-                command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
+                command, cwd=memory, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
             )
             goal = some.randint(1, 15)
             while launcher.poll() is None:
                 time.sleep(some.uniform(0.01, 0.2))
-                for path in (folder / "out").glob("[0-9]*"):
+                for path in (memory / "out").glob("[0-9]*"):
                     # Published once, and by one rank.
                     assert inodes.setdefault(path.name, path.stat().st_ino) == path.stat().st_ino
                 # After so many more, and not after so much time, which ranks may need to begin.
@@ -106,15 +94,15 @@ def test_ranks_that_are_killed_at_random(folder: Path) -> None:
                     os.kill(launcher.pid if kills % 10 == 9 else some.choice(ranks), signal.SIGKILL)
                     kills, goal = kills + 1, len(inodes) + some.randint(1, 15)
         code = launcher.wait()
-    states = Counter((line["step"], line["state"]) for line in lines(folder / "out"))
-    failed = Counter(line["message"] for line in lines(folder / "out") if line["state"] == "failed")
-    print(f"{kills} kills in {starts} starts: {Counter(line['state'] for line in lines(folder / 'out'))}, {failed}")
+    states = Counter((line["step"], line["state"]) for line in lines(memory / "out"))
+    failed = Counter(line["message"] for line in lines(memory / "out") if line["state"] == "failed")
+    print(f"{kills} kills in {starts} starts: {Counter(line['state'] for line in lines(memory / 'out'))}, {failed}")
     assert kills >= 20
-    ckpttool.clean(folder / "out", yes=True)
-    there = {path.name for path in (folder / "out").iterdir() if not path.name.endswith(".jsonl")}
+    ckpttool.clean(memory / "out", yes=True)
+    there = {path.name for path in (memory / "out").iterdir() if not path.name.endswith(".jsonl")}
     assert there == {str(step) for step in range(1, STEPS + 1)}
     for step in range(1, STEPS + 1):
         assert states[(step, "done")] + states[(step, "kept")] == 1
-        ckpttool.convert(folder / f"run7/step-{step}", folder / f"single/{step}", **SMALL)
-        assert contents(folder / f"out/{step}") == contents(folder / f"single/{step}")
-        assert inodes.get(str(step), 0) in (0, (folder / f"out/{step}").stat().st_ino)
+        ckpttool.convert(memory / f"run7/step-{step}", memory / f"single/{step}", **SMALL)
+        assert contents(memory / f"out/{step}") == contents(memory / f"single/{step}")
+        assert inodes.get(str(step), 0) in (0, (memory / f"out/{step}").stat().st_ino)

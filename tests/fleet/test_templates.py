@@ -15,7 +15,6 @@ from support.cli import run
 from support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "whole-runs.md").read_text()
-HEADINGS = ("Slurm", "Kubernetes", "Ray", "SkyPilot")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -25,7 +25,7 @@ from test_read import WHOLE
 
 import ckpttool
 from ckpttool.catalogue.boxes import Box
-from ckpttool.catalogue.dtypes import DTYPES, dtype
+from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, Record, Tensor
 from ckpttool.catalogue.protocols import PlacedSource
 from ckpttool.errors import CorruptError, StorageError
@@ -38,8 +38,6 @@ from ckpttool.transfer import read as gather
 from ckpttool.transfer.execute import Tally, Transferred, budget
 from ckpttool.transfer.journal import CopiedRange
 from ckpttool.transfer.plan import ChunkCopy, plan
-
-FLOATS = [name for name, kind in WHOLE.items() if DTYPES[name].kind == "float" and not name.startswith("float4")]
 
 
 @pytest.fixture(params=["ordinary", "small"])
