@@ -28,8 +28,8 @@ def header(text: bytes, payload: bytes = WEIGHTS, **how: int) -> Callable[[Path]
 
 
 def table(payload: bytes = WEIGHTS, **entries: Any) -> Callable[[Path], Path]:
-    """A header with these entries instead of the honest one or beside it."""
-    return header(json.dumps({**honest(), **entries}).encode(), payload)
+    """A header with these entries instead of the honest one or beside it, spelt as libraries do."""
+    return header(json.dumps({**honest(), **entries}, separators=(",", ":")).encode(), payload)
 
 
 def w(**fields: Any) -> Callable[[Path], Path]:
@@ -71,6 +71,8 @@ for name, make, pattern in (
     ("a shape that is text", w(shape="23"), "tensor `w`: its shape .* is not a list of sizes"),
     ("another shape", w(shape=[2, 4]), r"float32 \[2, 4\] needs 32"),
     ("a dtype of another size", w(dtype="F16"), r"float16 \[2, 3\] needs 12"),
+    ("half a byte", w(dtype="F4", shape=[47], data_offsets=[0, 24]), "tensor `w`: .*odd number of 4-bit values"),
+    ("a shape of lists", w(shape=[[2], [3]]), r"tensor `w`: its shape \[\[2\], \[3\]\] is not a list of sizes"),
     ("no shape", w(shape=None), "has no `shape`"),
     ("no dtype", w(dtype=None), "has no `dtype`"),
     ("a hole before the tensor", header(json.dumps({"w": {**honest()["w"], "data_offsets": [4, 28]}}).encode(), bytes(4) + WEIGHTS), "it leaves a hole of 4 bytes after the header"),
