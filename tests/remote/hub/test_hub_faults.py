@@ -216,14 +216,6 @@ def test_what_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, hub: H
     assert not hub.slept, "told at once"
 
 
-def test_a_silent_storage_is_given_up_in_time(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.fail("GET", "^/cdn/", act=stall)
-    patience(monkeypatch, 0.3)
-    error = receive(hub, tmp_path)
-    assert error is not None and error["code"] == 8
-    assert "does not answer within 0.3 s: `http://localhost" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("job", "method", "path"),
     [("receive", "GET", "/tree/"), ("send", "POST", "/preupload/"), ("send", "POST", "/objects/batch")],

@@ -464,12 +464,6 @@ def test_what_stops_in_the_middle_is_gone_on_with(
     assert hub.failed == 2 and hub.asked("GET", STORE)[-1].sent < len(data) // 2
 
 
-def test_one_drop_is_nobodys_business(hub: Hub, tmp_path: Path) -> None:
-    hub.make("org/name", {"model.safetensors": large(1)})
-    hub.fail("GET", "/cdn/", act=drop, times=1)
-    ckpttool.convert("hf://org/name", tmp_path / "out.pt")
-
-
 def test_the_token_is_told_to_nobody(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -636,16 +636,6 @@ def test_faults(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where
     assert len(hub.history("me/model")) == (3 if before else 2)
 
 
-@pytest.mark.parametrize("where", ["put", "preupload", "batch", "commit"])
-@pytest.mark.parametrize("what", ["503", "drop"])
-def test_what_passes_is_nobodys_business(hub: Hub, where: str, what: str) -> None:
-    hub.fail(*WHERE[where], **WHAT[what][0] | {"times": 2})
-    files = shards(1)
-    send(files.outgoing(), "hf://me/model")
-    assert hub.files("me/model") == files.bytes
-    assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"]
-
-
 @pytest.mark.parametrize("create_pr", [False, True])
 def test_the_answer_to_the_commit_is_lost(hub: Hub, create_pr: bool) -> None:
     hub.make("me/model", {"config.json": b"{}"})
