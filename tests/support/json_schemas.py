@@ -97,6 +97,7 @@ _OTHER_TYPES = {
 }  # which is not imported there
 
 
+@cache
 def made(command: str) -> str:
     """Return the schema of the document of a command, as it should be."""
     definitions: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from support import warm_python
 from support.paths import ROOT
 from support.torchrun import forked_launcher
 from support.upstream_readers import path_of
@@ -271,7 +272,7 @@ def test_a_rank_that_dies_before_the_group_is_made_is_missed(tmp_path: Path) -> 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, str(script), "reshard", str(SOURCE), str(tmp_path / "out"), "--to-world", "2"]
+    command = [*warm_python.python(), str(script), "reshard", str(SOURCE), str(tmp_path / "out"), "--to-world", "2"]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

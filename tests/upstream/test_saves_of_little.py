@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.paths import ROOT
+from support.torchrun import forked_launcher
 
 import ckpttool
 from ckpttool.errors import CorruptError
@@ -25,8 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     script = Path(__file__).with_name("save_little_on_ranks.py")
-    words = [sys.executable, ROOT / "tests/support/forked_ranks.py", "4", script, folder]
-    subprocess.run([str(word) for word in words], check=True, timeout=300)
+    subprocess.run([*forked_launcher(), "4", script, folder], check=True, timeout=300)
     return folder
 
 
