@@ -1,7 +1,7 @@
 """How two states of a random number generator follow from each other: the same one, some numbers further.
 
 The generators of Python, of NumPy (the legacy one) and of torch on the CPU are all MT19937: 624 words, of which a
-position has been drawn, and which are replaced together. That of CUDA is a seed and an offset. The hook records
+position has been drawn, and which are replaced together. That of a GPU is a seed and an offset. The hook records
 `[position, words in base64]`, see `observe/site/hook.py`.
 """
 
@@ -19,7 +19,7 @@ _WORDS = 624
 _AT_ONCE = 1 << 8
 _BLOCKS = 1 << 14  # times that the words are replaced, before a state is taken for one of another seed
 _FEW = 4  # numbers that the start of a loader draws, at most
-_NAMES = {"torch": "torch's", "python": "Python's", "numpy": "NumPy's", "cuda": "CUDA's"}
+_NAMES = {"torch": "torch's", "python": "Python's", "numpy": "NumPy's"}
 _BITS = 32
 
 
@@ -70,7 +70,8 @@ def origin(kind: str, now: Words | None, known: Mapping[str, Words | None]) -> s
     if not near:
         return ""
     name = min(near, key=lambda one: abs(near[one]))
-    count, of = near[name], f"{_NAMES.get(kind, kind)} is that of {name}"
+    count, whose = near[name], _NAMES.get(kind, f"{kind}'s")
+    of = f"{whose} is that of {name}"
     if count == 0:
         return of
     if count < 0:
@@ -80,7 +81,7 @@ def origin(kind: str, now: Words | None, known: Mapping[str, Words | None]) -> s
 
 
 def _drawn(kind: str, count: int) -> str:
-    if kind == "cuda":
+    if kind not in _NAMES:
         return plural(count, "number")
     wide = kind == "torch" and count % 2 == 0
     return f"{plural(count // 2 if wide else count, 'draw')} of {2 * _BITS if wide else _BITS} bits"

@@ -53,6 +53,13 @@ _STATISTIC = re.compile(r"(?s)(.*\.)?(running_mean|running_var|num_batches_track
 _SEEN = re.compile(r"(?s)(.*\.)?_?((running|current)_)?(mean|var|variance|std|count|num_batches_tracked)")
 _ARGUMENTS = {"argparse.Namespace", "types.SimpleNamespace", "yacs.config.CfgNode", "omegaconf.dictconfig.DictConfig"}
 
+GENERATORS = {
+    "python": r"python|random|random_state|python_(rng|random)(_state)?",
+    "numpy": r"numpy|numpy_random_seed|numpy_(rng|random)(_state)?|np",
+    "torch": r"torch|cpu|torch_manual_seed|(torch|cpu)_(rng|random)(_state)?",
+    "cuda": r"cuda|cuda_all|torch_cuda_manual_seed|cuda_(rng|random)(_state)?",
+}
+"""What the state of a generator is called: by scripts, accelerate, the Trainer, verl."""
 PER_RANK = ("rng", "dataloader")
 """The kinds of which every rank has values of its own."""
 # Keys of Megatron's torch_dist, which are whole names at the root: `optimizer.state.exp_avg.decoder.layers..`.

@@ -23,13 +23,6 @@ from ckpttool.producers.components import Constant
 from ckpttool.producers.writer import OutputComponent, OutputLayout
 from ckpttool.text import rank_ranges
 
-# What the state of a generator is called: by torch scripts, accelerate, the Trainer, verl.
-_GENERATORS = {
-    "python": r"python|random|random_state|python_(rng|random)(_state)?",
-    "numpy": r"numpy|numpy_random_seed|numpy_(rng|random)(_state)?|np",
-    "torch": r"torch|cpu|torch_manual_seed|(torch|cpu)_(rng|random)(_state)?",
-}
-
 
 class LayoutBuilder:
     """A state on its way into a layout: each part is added to a component. `folded` are the paths in the source of
@@ -247,7 +240,7 @@ def _generator(path: Path, entry: Entry) -> str | None:
     """Return which generator a value belongs to: tensors are torch's, tuples the others'."""
     if len(path) != 1:
         return None
-    kind = next((k for k, pattern in _GENERATORS.items() if re.fullmatch(pattern, str(path[0]))), None)
+    kind = next((k for k, pattern in parts.GENERATORS.items() if re.fullmatch(pattern, str(path[0]))), None)
     if isinstance(entry, Tensor):
         return kind if kind == "torch" and entry.dtype.name == "uint8" and len(entry.shape) == 1 else None
     return kind if kind in ("python", "numpy") and isinstance(entry.value, tuple) else None

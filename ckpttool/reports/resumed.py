@@ -117,6 +117,7 @@ def _about(document: Document) -> Iterator[tuple[str, TextLike | None]]:
     yield "not crossed", ", ".join(document.get("not_crossed") or ())
     yield "nondeterministic", ", ".join(document.get("nondeterministic") or document.get("unrepeated") or ())
     yield "not loaded", ", ".join(document.get("not_loaded") or ())
+    yield "begun anew", ", ".join(document.get("begun_anew") or ())
     yield "not proven", ", ".join(document.get("unproven") or ())
     reasons = document.get("reasons") or {}
     unjudged = document.get("unjudged") or ()

@@ -80,8 +80,14 @@ class Causes:
         # A batch may be what another model made, whose weights are not as they were.
         may_follow = len(roots) > 1 and any(one.part == "model" for one in found)
         found += [*self._batches(is_alone=not (found or apart), may_follow=may_follow)]
+        # What a script makes of other state, and does not save, comes of that state.
+        known = self.saved() if found else ()
+        of_tensors = [(one, one.name) for one in found if one.name in self.before.kinds]
+        saved = [one for one, name in of_tensors if self.before.digests(name)[0] in known]
+        weights = [one for one, name in of_tensors if self.before.kinds[name] == "weight"]
+        weights = [one for one in weights if one not in saved and self.after.digests(one.name or "")[0] not in known]
         # A module that no optimizer trains may be one that is not saved, and has no effect.
-        yield from found or apart
+        yield from [one for one in found if not (saved and one in weights)] or apart
 
     # Tensors ----------------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
 
 from ckpttool.analysis.audit.counters import step_counters
 from ckpttool.analysis.audit.values import read_number
@@ -34,6 +36,7 @@ from ckpttool.storage import tree
 from ckpttool.storage.files import Pool
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
+_TAG = 1 << 10  # bytes of a file that names a checkpoint, at most
 _DATA = re.compile(r".*\.(safetensors|bin|pt|pth|distcp)")
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
@@ -53,6 +56,7 @@ class Checkpoints:
         self._keeper = keep.Keeper(out, kept)
         self._views: dict[str, str] = {}  # by snapshot: the directory as it was
         self.kept: dict[int, tuple[str, str]] = {}  # complete ones by step: the snapshot that has them, and their paths
+        self._named: dict[int, str] = {}  # the snapshot in which a link or a tag file names one first
         self._complete: set[tuple[str, Fingerprint]] = set()
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._steps: dict[Fingerprint, int | None] = {}
@@ -113,9 +117,13 @@ class Checkpoints:
         except ValueError:  # another writer than Python wrote over a file
             return view
         found, is_needed = self._in(view), False
+        named = _named(view, found)
         for step, path in found.items():
             if self._is_better(step, path, snapshot, step == max(found)) and self.why_not(path) is None:
                 self.kept[step], is_needed = (snapshot, path), True
+                self._named.pop(step, None)
+            if step in self.kept and step in named:
+                self._named.setdefault(step, snapshot)
         if not is_needed:
             shutil.rmtree(view)
         return view
@@ -133,12 +141,13 @@ class Checkpoints:
         now, before = ({one[:3] for one in fingerprint(each)} for each in (path, was))
         if now != before:
             return {one[0] for one in now} >= {one[0] for one in before}
-        return keep.step(earlier) is None and (is_newest or keep.step(snapshot) is not None)
+        return keep.moment(earlier) is None and (is_newest or keep.moment(snapshot) is not None)
 
-    def began(self) -> dict[int, int | None]:
-        """Return the optimizer step that began after each checkpoint was saved, as the run counts them."""
+    def began(self, key: str = "step") -> dict[int, Any]:
+        """Return the optimizer step that began after each checkpoint was saved, as the run counts them; None where that
+        was not seen. With another `key` its `number` among those of all optimizers, or what each had `taken`."""
         return {
-            step: keep.step(self.kept[step][0]) if step in self.kept else None
+            step: keep.moment(self.kept[step][0], key) if step in self.kept else None
             for step, path in self.find().items()
             if self.why_not(path) is None
         }
@@ -193,11 +202,12 @@ class Checkpoints:
 
     def restore(self, step: int, out: str) -> tuple[str | None, int]:
         """Make a directory as the output directory was when the checkpoint of a step was complete, without later ones.
+        Where `latest` named it later, as after a save in the background, it is as it was then.
 
         Return the path of the checkpoint, None if there is none, and how many later ones were left out.
         """
         if step in self.kept:
-            keep.restore(self.kept[step][0], out)
+            keep.restore(self._named.get(step, self.kept[step][0]), out)
         else:
             shutil.copytree(self.out, out, symlinks=True, copy_function=keep.place, dirs_exist_ok=True)
         found = self._by_name(out) if self._beside else self._in(out)
@@ -298,6 +308,20 @@ class Checkpoints:
             shutil.copytree(found[step], folder, copy_function=_link)
             _link(beside, os.path.join(folder, os.path.basename(beside)))
         return {**last, step: folder}
+
+
+def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:
+    """Return the steps of the checkpoints that links and tag files beside them name: `latest`."""
+    steps = {os.path.basename(path): step for step, path in checkpoints.items()}
+    named = set[int | None]()
+    for folder in {out, *map(os.path.dirname, checkpoints.values())}:
+        for entry in os.scandir(folder):
+            with suppress(OSError, ValueError):
+                text = os.readlink(entry.path) if entry.is_symlink() else ""
+                if not text and entry.is_file() and entry.stat().st_size <= _TAG:
+                    text = Path(entry.path).read_text("utf-8").strip()
+                named.add(steps.get(os.path.basename(text)))
+    return {step for step in named if step is not None}
 
 
 def step_of(path: str) -> int | None:

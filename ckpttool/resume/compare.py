@@ -469,7 +469,9 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
         again = [f", and after a second one, from step {run.resumed_at}" for run in report.runs if run.name == AGAIN]
         lost = f"; not loaded, without effect in these steps: {some(report.not_loaded)}" if report.not_loaded else ""
-        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{''.join(again)}{_extent(report)}{lost}"
+        anew = f"; begun anew, without effect in these steps: {some(report.begun_anew)}" if report.begun_anew else ""
+        judged = f"{''.join(again)}{_extent(report)}{lost}{anew}"
+        report.message = f"exact resume: {' and '.join(equal)} are bit-identical{judged}"
 
 
 def is_same(report: RunReport, excused: Unrepeated) -> bool:

@@ -58,7 +58,7 @@ class Explanation:
             of_data = ("the data", "the batch")
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
-            of_script = [text for _, text in self._of_the_script(names)]
+            of_script = [text for _, text in self._of_the_script(names) or self._of_the_script(None)]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
 
@@ -75,6 +75,16 @@ class Explanation:
             with SavedState(self._saved) as saved:
                 names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
         return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
+
+    def begun_anew(self) -> list[str]:
+        """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
+        when it had saved the step, and B began with as A did."""
+        states = self.hooked["A"].states.get(1), self._after_save("A"), self.hooked["B"].states.get(1)
+        start, was, now = (one.of_script("variables") if one is not None else {} for one in states)
+        own = set(states[1].of_script("own")) if states[1] is not None else set()
+        numbers = [one for one in sorted(own & start.keys() & now.keys()) if isinstance(was[one], (int, float, list))]
+        anew = [one for one in numbers if identity.same(start[one], now[one]) and not identity.same(was[one], now[one])]
+        return [one for one in anew if one not in self.report.not_loaded]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -98,10 +108,14 @@ class Explanation:
         but = f" ({some(names)} could not be seen)" if names else ""
         known = start, again, others.values() if of_a else (), lambda: self._digests
         found = [*Causes(before, after, self.at + 1, *known)]
-        for one in [one for one in found if one.part in ("optimizer", "scheduler") and one.found is not None]:
+        for one in found:
             # What is saved before a scheduler steps, or while training goes on, is not what the next step begins with.
-            if identity.same(self._objects.get((one.name or "").partition(".")[2]), one.found):
+            name, is_value = one.name or "", one.part in ("optimizer", "scheduler") and one.found is not None
+            was, now = (_before_forward(state, name) for state in (before, after))
+            is_of_save = bool(now) and now <= self._digests and not was <= self._digests
+            if is_of_save or (is_value and identity.same(self._objects.get(name.partition(".")[2]), one.found)):
                 one.message = one.message.replace("was not restored", "is as it was saved", 1)
+                one.message = one.message.replace("were not restored", "are as they were saved", 1)
         return f"all that the hook saw of run {b.name} {when} is as in run {name}{but}", found
 
     def _after_save(self, name: str) -> RunState | None:
@@ -109,7 +123,7 @@ class Explanation:
         that was not seen, or if its steps are not those that the checkpoint counts."""
         if name not in self.hooked:
             return None
-        states, began = self.hooked[name].states, self.starts.seen[name].began().get(self.at)
+        states, began = self.hooked[name].states, self.starts.seen[name].began("number").get(self.at)
         # A save may go on in the background while the next steps are taken.
         alike = [number for number, one in states.items() if self._counters and one.counters == self._counters]
         known = [number for number in (began, *alike) if number in states and (number in alike or not self._counters)]
@@ -118,7 +132,8 @@ class Explanation:
     def _other_checkpoint(self) -> int | None:
         """Return the step of another checkpoint of A whose state B had when its first step began; None if there is
         none."""
-        a, began, after = self.hooked["A"].states, self.starts.seen["A"].began(), self.hooked["B"].states.get(1)
+        a, began = self.hooked["A"].states, self.starts.seen["A"].began("number")
+        after = self.hooked["B"].states.get(1)
 
         def is_of_b(state: RunState | None) -> bool:
             if state is None or after is None or not (alike := after.kinds.keys() & state.kinds.keys()):
@@ -236,19 +251,31 @@ def _not_restored(
     verb = "were" if lost[1:] else "was"
     them = "them" if lost[1:] else "it"
     found = [(lost, f"{some(lost)}{of} {verb} not restored: run B did not have {them} {when}")] if lost else []
+    leaves = {key: key.rpartition(".")[2] for key in (*values, *changed)}
+    named = {leaves[key] for key in values}
     for name in sorted(values.keys() & {*judged} - {*lost}):
-        value, leaf = values[name], name.rpartition(".")[2]
+        value, leaf = values[name], leaves[name]
         same = [one for one in changed if value is not None and identity.same(was[one], value)]
         is_element = are_named and any(part.isdecimal() for part in name.split("."))
-        own = [one for one in same if one.rpartition(".")[2] == leaf and not is_element]
+        own = [one for one in same if leaves[one] == leaf and not is_element]
+        # A variable that is called as another value is that one.
+        same = [one for one in same if leaves[one] not in named]
         # A value that is no other's tells what it is, whatever it is called.
-        is_unique = isinstance(value, float) or (len(same) == 1 and value not in (0, 1))
+        alike = [key for key in values.keys() & {*judged} if identity.same(values[key], value)]
+        is_alone = len(same) == len(alike) == 1
+        is_unique = isinstance(value, float) or (is_alone and value not in (0, 1))
         own = own or (same if is_unique and not are_named else [])
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
             values_of = f"{instead}{shown(now[one])} and not {shown(value)}"
             found.append(([name], f"{some([name])}{of} was not restored: {values_of} {when}"))
     return found
+
+
+def _before_forward(state: RunState, name: str) -> set[str]:
+    """Return the digests of a tensor on all ranks, of a buffer those before the forward pass."""
+    buffers = [one[name]["sha256"] for one in state.buffers if "sha256" in one.get(name, {})]
+    return {digest for digest in buffers or state.digests(name) if digest is not None}
 
 
 def _digests(state: RunState) -> set[str | None]:

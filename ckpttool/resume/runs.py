@@ -241,7 +241,9 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
     if to_world is not None:
         compare.add_drift(report, a, b)
     elif compare.is_same(report, starts.excused):
-        report.not_loaded = Explanation(starts, reference).not_loaded()
+        explanation = Explanation(starts, reference)
+        report.not_loaded = explanation.not_loaded()
+        report.begun_anew = explanation.begun_anew()
     if has_controls and compare.is_same(report, starts.excused):
         _resume_again(starts, reference, b, to_world)
     if has_controls and compare.is_same(report, starts.excused):
@@ -314,12 +316,12 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
 
 def _compare_observed(starts: Starts, reference: ScriptRun, run: ScriptRun) -> None:
     """Compare the optimizer steps that the hook observed in a run that resumed with those of its reference."""
-    hooked, first = starts.hooked, starts.taken(run.resumed_at or 0)
+    hooked, first = starts.hooked, starts.taken_by(run.resumed_at or 0)
     a, a2 = (of_hook(hooked[name], 0) for name in ("A", "A2" if "A2" in hooked else "A"))
     b = of_hook(hooked[run.name], first)
     before = a if reference.name == "A" else of_hook(hooked[reference.name], first)
     if unrepeated(before, b) and reference.name == "A":
-        b = of_hook(hooked[run.name], starts.taken(run.resumed_at or 0, counted=True))
+        b = of_hook(hooked[run.name], starts.taken_by(run.resumed_at or 0, counted=True))
     if not b and starts.observe and hooked[run.name].started:
         starts.report.note("no step was observed: the command takes no step of an optimizer of torch")
     one, other = (drawn(steps, before) for steps in (before, without_begun(before, b)))

@@ -210,6 +210,15 @@ class Starts:
             return min(max(counters, default=0) or taken, taken)
         return taken
 
+    def taken_by(self, step: int, *, counted: bool = False) -> dict[str, int]:
+        """Return how many steps each optimizer of A had taken when it had saved a step, see `taken`."""
+        in_all, taken = self.taken(step, counted=counted), self.seen["A"].began("taken").get(step)
+        names = {one.optimizer for steps in self.hooked["A"].steps.values() for one in steps}
+        if taken is None:
+            return dict.fromkeys(names, in_all)
+        late = self.taken(step) - in_all
+        return {name: max(0, taken.get(name, 0) - late) for name in names}
+
     def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""
         losses = self.losses

@@ -182,12 +182,12 @@ def is_counter(name: str) -> bool:
 
 
 def read(folder: str) -> dict[int, RunState]:
-    """Return the states in a folder by the number of the step that began."""
+    """Return the states in a folder by the number of the step that began, of those of all optimizers."""
     found: dict[int, dict[int, Record]] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
         for record in documents(path):
-            found.setdefault(record["step"], {})[record["rank"]] = record
-    return {step: RunState([ranks[rank] for rank in sorted(ranks)]) for step, ranks in found.items()}
+            found.setdefault(record.get("number", record["step"]), {})[record["rank"]] = record
+    return {number: RunState([ranks[rank] for rank in sorted(ranks)]) for number, ranks in found.items()}
 
 
 def documents(path: str) -> Iterator[dict[str, Any]]:

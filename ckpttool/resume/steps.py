@@ -47,14 +47,15 @@ def of_losses(losses: Iterable[Loss | Step]) -> Steps:
     return {one.number: {LOSS: {None: one.loss}} for one in losses}
 
 
-def of_hook(hooked: Hooked, offset: int) -> Steps:
-    """Return the steps that were observed in a command; `offset` is the step at which it began.
+def of_hook(hooked: Hooked, taken: Mapping[str, int] | int) -> Steps:
+    """Return the steps that were observed in a command; `taken` are those before it began, of each optimizer.
 
     A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
     """
     found: dict[int, dict[str, dict[Any, Any]]] = defaultdict(lambda: {title: {} for title in TITLES})
     for rank, steps in hooked.steps.items():
-        numbers: dict[int, int] = defaultdict(lambda: offset)
+        in_all = taken if isinstance(taken, int) else max(taken.values(), default=0)
+        numbers = defaultdict(lambda: in_all, {} if isinstance(taken, int) else taken)  # noqa: B023
         for one in steps:
             if one.loss is None and one.batch is None:
                 continue

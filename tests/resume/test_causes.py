@@ -6,6 +6,7 @@ import base64
 import copy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ckpttool.resume import observe as inject
 from ckpttool.resume import states
 from ckpttool.resume.causes import Causes
 from ckpttool.resume.observe.site import state
+from ckpttool.resume.observe.site.state import rng, words
 from ckpttool.resume.states import RunState
 
 SCRIPT = Path(__file__).with_name("states_begun.py")
@@ -197,3 +199,26 @@ def test_the_digest_of_a_checkpoint_is_that_of_the_hook(on_cpu: bool, monkeypatc
         elements = tensor.view(torch.uint8).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
         found = states.digests(dtype, tensor.shape, elements)
         assert state.digest(torch, tensor)["sha256"] in found and len(found) == 1 + (elements.nbytes > state.SMALL)
+
+
+class WithDevices:
+    """torch, as it is where the process sees two devices of a kind."""
+
+    def __init__(self, *offsets: int) -> None:
+        self.states = [torch.tensor([7, one]).view(torch.uint8) for one in offsets]
+        self.accelerator = SimpleNamespace(current_accelerator=lambda: torch.device("cuda"))
+        self.device = SimpleNamespace(is_initialized=lambda: True, get_rng_state_all=lambda: self.states)
+        self.get_device_module = lambda device: self.device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def test_the_generator_of_each_device_is_recorded_once_it_is_initialized() -> None:
+    one, other = WithDevices(0, 4), WithDevices(0, 12)
+    changed = {kind for kind, digest in rng(one).items() if rng(other)[kind] != digest}
+    assert rng(one).keys() >= {"torch", "cuda:0", "cuda:1"} and changed == {"cuda:1"}
+    told = generators.origin("cuda:1", words(other)["cuda:1"], {"run A when step 9 began": words(one)["cuda:1"]})
+    assert "cuda:1's is that of run A when step 9 began, 8 numbers further" in told
+    one.device.is_initialized = lambda: False
+    assert "cuda:0" not in rng(one)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from ckpttool.analysis.audit import recipe as recipes
 from ckpttool.cli.app import application
 from ckpttool.errors import OverwriteError, StorageError, UsageError
+from ckpttool.resume.worker import setup
 
 STEP = "def step(state, i):\n    return 0.0\n"
 PLAIN = "import torch\ndef build(mesh):\n    return {}\n" + STEP
@@ -174,3 +175,32 @@ def test_recipes_run_as_they_are(tmp_path: Path, name: str) -> None:
         words, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
+
+
+class Devices:
+    """What torch has for the devices of a kind, two of which this process sees."""
+
+    def __init__(self) -> None:
+        self.states = [torch.full((16,), number, dtype=torch.uint8) for number in range(2)]
+        self.is_initialized, self.device_count, self.current_device = (lambda: True), (lambda: 2), (lambda: 1)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [one.clone() for one in self.states]
+
+    def set_rng_state(self, state: torch.Tensor, device: int) -> None:
+        self.states[device] = state
+
+
+def test_the_generators_of_all_devices_are_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Devices()
+    monkeypatch.setattr(setup.devices, "kind", lambda: "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: here)
+    saved, before = setup.captured({}), here.get_rng_state_all()
+    here.states = [torch.zeros_like(one) for one in before]
+    assert setup.restore(saved, {}) == [] and all(map(torch.equal, here.states, before))
+    # By the names of others, of one device or of more than this process sees.
+    third = torch.full((16,), 3, dtype=torch.uint8)
+    others = {"random_state": saved["python"], "numpy_random_seed": saved["numpy"], "cpu": saved["torch"]}
+    assert setup.restore({**others, "torch_cuda_manual_seed": [*before, third]}, {}) == []
+    assert setup.restore({**others, "cuda": third}, {}) == [] and all(map(torch.equal, here.states, [before[0], third]))
+    assert setup.restore({"numpy": saved["numpy"]}, {}) == ["python", "torch", "cuda"]

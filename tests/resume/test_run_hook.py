@@ -47,7 +47,9 @@ def test_each_step_is_seen(folder: Path, seen: tuple[inject.Hooked, list[str]]) 
     assert "torch.manual_seed(0 + rank)" in hooked.switches
     # The optimizer that steps two others is not a third.
     steps = hooked.steps[0]
-    assert [(one.step, one.optimizer) for one in steps] == [(n, i) for n in (1, 2, 3) for i in (0, 1)]
+    assert [(one.step, one.optimizer) for one in steps] == [
+        (n, name) for n in (1, 2, 3) for name in ("AdamW 2 0", "SGD 2 0")
+    ]
     assert [one.lr for one in steps] == [[0.25], [0.5], [0.125], [0.5], [0.0625], [0.5]]
     body = steps[::2]
     assert len({one.batch for one in body}) == 3 and all(len(one.fetched) == 1 for one in body)
@@ -160,7 +162,7 @@ def test_what_was_saved_is_kept_before_it_is_written_over(tmp_path: Path) -> Non
     for number, snapshot in enumerate(keep.snapshots(str(kept))):
         keep.restore(snapshot, str(tmp_path / f"{number}"))
         texts.append((tmp_path / f"{number}" / "ckpt.pt").read_text())
-    assert texts == ["1", "2", "3"] and keep.step(keep.snapshots(str(kept))[0]) is None
+    assert texts == ["1", "2", "3"] and keep.moment(keep.snapshots(str(kept))[0]) is None
     # A copy that cannot be made does not end the script.
     keeper._folder = str(out / "ckpt.pt" / "no")
     (out / "ckpt.pt").write_text("4")
@@ -192,7 +194,7 @@ def test_a_directory_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
         stream.write("W")
     assert keeper.keep(6)
     _, third, _, last = keep.snapshots(str(kept))
-    assert (keep.step(third), keep.step(last)) == (3, 6)
+    assert (keep.moment(third), keep.moment(last)) == (3, 6)
     for number, (snapshot, text, log_of) in enumerate([(third, "weights", "1\n"), (last, "Weights", "1\n4\n5\n")]):
         was = tmp_path / f"was {number}"
         keep.restore(snapshot, str(was))

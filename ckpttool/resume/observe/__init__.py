@@ -58,13 +58,13 @@ def environment(
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step of an optimizer on one rank: `Observed(1, 0, 5, 2.71, 0.53, [1e-3], "9f2c", ["9f2c"], {...}, "aa01")`.
+    """One step of an optimizer on one rank: `Observed(1, "Adam 8 0", 5, 2.71, 0.53, [1e-3], "9f2c", ...)`.
 
     The steps are counted from 1 in each process, so a run that resumes from step 4 has its first step 5 as 1.
     """
 
     rank: int
-    optimizer: int  # in the order of their first steps
+    optimizer: str  # what it is called in each run
     step: int
     loss: float | None  # the sum of the roots of all backward passes since the step before
     gradient_norm: float | None  # of the shards of this rank, as the optimizer sees them

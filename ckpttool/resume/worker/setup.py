@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,7 @@ def captured(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
     }
     kind = devices.kind()
     if kind != "cpu" and torch.get_device_module(kind).is_initialized():
-        states[kind] = torch.get_device_module(kind).get_rng_state()
+        states[kind] = torch.get_device_module(kind).get_rng_state_all()  # of each device that this process sees
     return states | {f"generator_{name}": one.get_state() for name, one in generators.items()}
 
 
@@ -202,7 +203,9 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
         return [*captured(generators)]
     missing: list[str] = []
     for name in captured(generators):
-        saved = next((state[key] for key in (name, *_OTHER_NAMES.get(name, ())) if state.get(key) is not None), None)
+        names = re.compile(parts.GENERATORS.get(name, re.escape(name)))
+        every = (state.get(name), *(value for key, value in state.items() if names.fullmatch(str(key))))
+        saved = next((one for one in every if one is not None), None)
         if saved is None:
             missing.append(name)
         elif name == "python":
@@ -216,19 +219,14 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
         elif name == "torch":
             torch.set_rng_state(_bytes(saved))
         elif name == devices.kind():
-            own = saved[devices.current(name).index] if isinstance(saved, list) else saved
-            torch.get_device_module(name).set_rng_state(_bytes(own))
+            module = torch.get_device_module(name)
+            of_devices = enumerate(saved) if isinstance(saved, list) else [(module.current_device(), saved)]
+            for number, own in of_devices:
+                if number < module.device_count():
+                    module.set_rng_state(_bytes(own), number)
         else:
             generators[name.removeprefix("generator_")].set_state(_bytes(saved))
     return missing
-
-
-_OTHER_NAMES = {
-    "python": ("random", "random_state", "python_rng_state"),
-    "numpy": ("np", "numpy_random_seed", "numpy_rng_state"),
-    "torch": ("cpu", "torch_manual_seed", "torch_rng_state"),
-    "cuda": ("cuda_rng_state", "torch_cuda_manual_seed", "cuda_all"),
-}
 
 
 def _bytes(state: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
     hook.<pid>.jsonl      a line for each thing that was done, seen, changed by a control, or could not be done:
                           {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
-    state.<n>.<pid>.json  the state where the n-th step begins, if it is asked for
+    state.<n>.<pid>.json  the state where the n-th step of all begins, if it is asked for
 
 It runs in the environment of the script: nothing of ckpttool can be imported, and torch has only just been imported.
 No collective is called and no random number is drawn, so that training takes the same course as without it.
@@ -102,7 +102,8 @@ class Observer:
         self._recorder = Recorder(self._folder, torch, settings["states"], is_rounded=is_rounded)
         self._control = Perturbation(what, self._folder, torch) if what else None
         self._letters: dict[int, bytes] = {}  # by the id of an optimizer
-        self._steps: dict[int, list[int]] = {}  # by the id of an optimizer: its index, and its steps so far
+        self._steps: dict[int, int] = {}  # by the id of an optimizer
+        self._names: dict[int, str] = {}  # by the id of an optimizer
         self._losses: list[float] = []
         self._inputs: list[str] = []
         self._fetched: list[str] = []
@@ -271,14 +272,18 @@ class Observer:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
             self._look_for_saves()
             batch = " ".join(self._inputs[-_INPUTS:]) or self._fetched
-            step = self._recorder.begin_step(optimizer, batch, is_saved=self._is_saved)
+            self._name(optimizer)
+            taken = {self._names[one]: count for one, count in self._recorder.counts.items()}
+            number = self._recorder.begin_step(optimizer, batch, is_saved=self._is_saved)
             self._is_saved = False
             if self._control is not None:
                 self._try(self._control.control_step, optimizer)
             if self._keeper is not None:
                 if rank(self._torch):
                     self._keeper.stop()
-                self._keeper.keep(step)
+                own, count = self._recorder.counts[id(optimizer)], self._recorder.count
+                # One that steps less often than another begins no step of the run by its own number.
+                self._keeper.keep(own if own == count else count + 1, number, taken)
             if self._backward > 1:
                 self._see("accumulation")
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
@@ -314,15 +319,14 @@ class Observer:
         own, of_others = self._stepping.pop()
         if own is not optimizer or of_others:  # a container, whose optimizers have been recorded
             return
-        number = self._steps.setdefault(id(optimizer), [len(self._steps), 0])
-        number[1] += 1
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         parameters, states = self._parameters(own), rng(self._torch)
         if self._sees_changes:
             self._after = own, parameters, states
         record = {
             "rank": rank(self._torch),
-            "optimizer": number[0],
-            "step": number[1],
+            "optimizer": self._name(optimizer),
+            "step": number,
             "loss": math.fsum(self._losses) if self._losses else None,
             "gradient_norm": self._norm,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
@@ -334,6 +338,14 @@ class Observer:
         }
         write(self._folder, {"step": record})
         self._losses, self._inputs, self._fetched, self._between = [], [], [], None
+
+    def _name(self, optimizer: Any) -> str:
+        """Return what an optimizer is called in each run and on each rank, whichever steps first: its class, how many
+        parameters its first group has, and how many of the kind have stepped before it."""
+        if id(optimizer) not in self._names:
+            kind = f"{type(optimizer).__name__} {len(optimizer.param_groups[0]['params'])} "
+            self._names[id(optimizer)] = f"{kind}{sum(one.startswith(kind) for one in self._names.values())}"
+        return self._names[id(optimizer)]
 
     def _parameters(self, optimizer: Any) -> str:
         tensors = (one for group in optimizer.param_groups for one in group["params"])

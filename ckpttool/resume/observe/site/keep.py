@@ -34,8 +34,11 @@ class Keeper:
         self._writes: dict[str, int] = {}  # how often Python was seen to write a file
         self._is_busy = False
 
-    def keep(self, step: int | None = None) -> int:
-        """Keep the directory if something was saved, where `step` begins; return how many bytes were, at least 1."""
+    def keep(self, step: int | None = None, number: int | None = None, taken: Mapping[str, int] | None = None) -> int:
+        """Keep the directory if something was saved, where `step` begins; return how many bytes were, at least 1.
+
+        That is the step `number` of all optimizers, each of which has `taken` some.
+        """
         tree = self._tree()
         before, self._seen = self._seen, tree
         growing = {
@@ -47,7 +50,7 @@ class Keeper:
             return 0
         self._saved = tree
         if self._folder is not None:
-            self._write(self._folder, tree, step, growing)
+            self._write(self._folder, tree, growing, {"step": step, "number": number, "taken": taken})
         return max(1, sum(int(tree[name][2]) for name in changed - growing if name in tree))
 
     def stop(self) -> None:
@@ -79,7 +82,7 @@ class Keeper:
                     continue
         return tree
 
-    def _write(self, folder: str, tree: Mapping[str, Any], step: int | None, growing: set[str]) -> None:
+    def _write(self, folder: str, tree: Mapping[str, Any], growing: set[str], moment: dict[str, Any]) -> None:
         versions, snapshots = os.path.join(folder, "versions"), os.path.join(folder, "snapshots")
         for each in (versions, snapshots):
             os.makedirs(each, exist_ok=True)
@@ -92,7 +95,7 @@ class Keeper:
             elif (version := self._version(versions, name, now)) is not None:
                 status = os.stat(os.path.join(versions, version))
                 files[name] = [version, status.st_size, status.st_mtime_ns, name in growing]
-        record = {"step": step, "files": files, "links": links, "folders": folders}
+        record = {**moment, "files": files, "links": links, "folders": folders}
         path = os.path.join(snapshots, f"{time.time_ns()}.{os.getpid()}.json")
         with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
             json.dump(record, stream)
@@ -196,11 +199,11 @@ def snapshots(folder: str) -> list[str]:
     return [os.path.join(folder, "snapshots", name) for name in sorted(names) if name.endswith(".json")]
 
 
-def step(snapshot: str) -> int | None:
-    """Return the number of the step that began at a snapshot, if the run itself made it."""
+def moment(snapshot: str, key: str = "step") -> Any:
+    """Return the `step` that began at a snapshot, its `number` or what was `taken` before; None if another process
+    made it than the run itself."""
     with open(snapshot, encoding="utf-8") as stream:
-        number: int | None = json.load(stream)["step"]
-    return number
+        return json.load(stream)[key]
 
 
 def restore(snapshot: str, out: str, *, is_read_only: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Records what a process trains with when a step of an optimizer begins, by digests.
 
-    state.<step>.<pid>.json    weights, buffers, optimizer state, hyperparameters, schedulers, scalers, RNG, batches
+    state.<n>.<pid>.json    weights, buffers, optimizer state, hyperparameters, schedulers, scalers, RNG, batches
 
 A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
 all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
@@ -27,11 +27,12 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
-_MT19937 = 5056  # bytes of the state of torch's generator of the CPU
+_MT19937, _SEED_AND_OFFSET = 5056, 16  # bytes of the state of torch's generator of the CPU, and of a device
 CHUNK = 1 << 24  # bytes that are digested at once
 SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
 _FEW = 1 << 12  # elements, one of which is not zero in most tensors
 _LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
+_DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
 _SHOWN = 16  # elements of a tensor that is spelt in full
 ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _PLAIN = (bool, int, float, str, type(None))
@@ -57,7 +58,7 @@ class Recorder:
 
     def __init__(self, folder: str, torch: Any, steps: Iterable[int], *, is_rounded: bool = False) -> None:
         self._folder, self._torch, self._left, self._is_rounded = folder, torch, {*steps}, is_rounded
-        self._counts: dict[int, int] = {}
+        self.counts: dict[int, int] = {}  # steps that have begun, by the id of the optimizer
         self._forward: dict[str, Any] | None = None
         self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
         self._batches: list[Any] = []
@@ -73,7 +74,7 @@ class Recorder:
     @property
     def count(self) -> int:
         """How many steps have begun."""
-        return max(self._counts.values(), default=0)
+        return max(self.counts.values(), default=0)
 
     @property
     def is_forward_seen(self) -> bool:
@@ -95,9 +96,10 @@ class Recorder:
             self._forward = {"buffers": buffers, **generators, **self._of_the_script(there, modules)}
 
     def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> int:
-        """Record the state if the step that begins is one of those asked for, or something was saved before; return the
-        number of the step."""
-        step = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        """Record the state if the step that begins is one of those asked for, or something was saved before; return
+        which it is of the steps of all optimizers."""
+        step = self.counts[id(optimizer)] = self.counts.get(id(optimizer), 0) + 1
+        number = sum(self.counts.values())
         if step > len(self._batches):
             self._batches.append(batch)
         if is_saved or step in self._left:
@@ -105,14 +107,15 @@ class Recorder:
             with self._torch.no_grad():
                 rounded = (self._is_rounded or None) if step > 1 else False
                 self._digest = functools.partial(digest, self._torch, rounded=rounded)
-                record = {"rank": rank(self._torch), "step": step, "batches": self._batches, **self._state(optimizer)}
-            path = os.path.join(self._folder, f"state.{step}.{os.getpid()}.json")
+                record = {"rank": rank(self._torch), "number": number, "step": step, "batches": self._batches}
+                record |= self._state(optimizer)
+            path = os.path.join(self._folder, f"state.{number}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
                 json.dump(record, stream)
             os.replace(f"{path}.tmp", path)
             self._called = []
         self._forward = self._there = None
-        return step
+        return number
 
     # what lives in the process ----------------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class Recorder:
         # Once a step, but for the first one, before which a script may still build what it trains.
         there = self._look() if self._there is None or self.count == 1 else self._there
         optimizers = [*{id(one): one for one in (optimizer, *there.optimizers)}.values()]
-        stepped = {id(one.param_groups) for one in optimizers if id(one) in self._counts}
+        stepped = {id(one.param_groups) for one in optimizers if id(one) in self.counts}
         there = there._replace(optimizers=[*{id(one.param_groups): one for one in optimizers}.values()])
         modules, names = self._named_modules(there)
         values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
@@ -141,7 +144,8 @@ class Recorder:
             if self.count == 1 or id(each.param_groups) in stepped:
                 self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
         for kind, objects in (("scheduler", there.schedulers), ("scaler", there.scalers)):
-            for number, one in enumerate(objects):
+            # One that a script makes anew when it resumes is the last of all, and of its class it may be the only one.
+            for number, one in enumerate(sorted(objects, key=lambda each: type(each).__name__)):
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": rng(self._torch), "forward": self._forward}
@@ -165,28 +169,41 @@ class Recorder:
                     continue
         frame: Any = sys._getframe()
         variables: dict[str, Any] = dict(vars(sys.modules["__main__"]))
+        libraries = tuple(os.path.dirname(os.path.dirname(one)) for one in (str(self._torch.__file__), json.__file__))
+        own = {*variables}
         while frame is not None and frame.f_locals is not vars(sys.modules["__main__"]):  # what runs it has its own
-            is_own = os.path.dirname(frame.f_code.co_filename) == _FOLDER
-            if not is_own and "torch" not in frame.f_globals.get("__name__", "").split("."):
+            is_aside = os.path.dirname(frame.f_code.co_filename) == _FOLDER
+            if not is_aside and "torch" not in frame.f_globals.get("__name__", "").split("."):
                 variables |= frame.f_locals
+                is_of_library = frame.f_code.co_filename.startswith(libraries)
+                own = own - {*frame.f_locals} if is_of_library else own | {*frame.f_locals}
             frame = frame.f_back
         values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
-        for name, value in variables.items():
-            inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            is_aside = isinstance(value, (type(sys), type)) or not isinstance(inside, dict) or id(value) in self.loaded
-            for key, one in [("", value), *([] if is_aside else [*inside.items()][:_FEW])]:
-                full = f"{name}.{key}" if key else name
-                if type(one).__name__ == "ndarray" and id(one) not in loose and one.nbytes <= left:
-                    with suppress(Exception):  # of a dtype that torch has not
-                        loose[id(one)] = spelt(self._torch, self._torch.from_numpy(one))
-                        left -= one.nbytes
-                if id(one) in loose:
-                    values[full] = loose[id(one)]
-                elif isinstance(one, (list, deque)) and len(one) < _FEW:
-                    values[full] = [*map(_plain, one)]  # whole, as a checkpoint has it
-                elif isinstance(one, _PLAIN):
-                    values[full] = _plain(one)
-        return {"loose": sorted({*loose.values()}), "variables": values}
+        ends = type(sys), type, self._torch.nn.Module, self._torch.optim.Optimizer, self._torch.Tensor
+        left_out, places = {*self.loaded}, deque((name, one, 0) for name, one in variables.items())
+        while places:
+            name, one, depth = places.popleft()
+            if type(one).__name__ == "ndarray" and id(one) not in loose and one.nbytes <= left:
+                with suppress(Exception):  # of a dtype that torch has not
+                    loose[id(one)] = spelt(self._torch, self._torch.from_numpy(one))
+                    left -= one.nbytes
+            if id(one) in loose:
+                values[name] = loose[id(one)]
+            elif isinstance(one, (list, deque)) and len(one) < _FEW:
+                values[name] = [*map(_plain, one)]  # whole, as a checkpoint has it
+            elif isinstance(one, _PLAIN):
+                values[name] = _plain(one)
+            inside = one if isinstance(one, dict) else getattr(one, "__dict__", None)
+            if isinstance(one, (list, tuple, deque)) and len(one) < _FEW and any(id(each) in loose for each in one):
+                inside = dict(enumerate(one))
+            is_end = depth == _DEEP or (depth and (isinstance(one, ends) or len(values) > _FEW))
+            if isinstance(inside, dict) and not is_end and id(one) not in left_out and not isinstance(one, ends[:2]):
+                left_out.add(id(one))
+                inner = {f"{name}.{key}": each for key, each in [*inside.items()][:_FEW]}
+                places.extend((key, each, depth + 1) for key, each in inner.items())
+                file = getattr(sys.modules.get(type(one).__module__), "__file__", None) or ""
+                own |= inner.keys() if name in own and not file.startswith(libraries) else set()
+        return {"loose": sorted({*loose.values()}), "variables": values, "own": sorted(own & values.keys())}
 
     def _look(self) -> _Living:
         """Look for all that lives in the process."""
@@ -308,10 +325,18 @@ def _generators(torch: Any) -> Iterator[tuple[str, bytes, tuple[int, bytes] | No
         keys = state.view(torch.int64)[3:627].to(torch.int32)
         known = 625 - struct.unpack_from("<8xi", elements(state))[0], bytes(elements(keys))
     yield "torch", bytes(elements(state)), known
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state = torch.cuda.get_rng_state()
-        seed, offset = state.view(torch.int64).tolist()
-        yield "cuda", bytes(elements(state)), (offset, repr(seed).encode())
+    device = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(device) if device is not None else None
+    if module is None or not getattr(module, "is_initialized", bool)():
+        return
+    # A process may draw on each device that it sees.
+    states = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    for number, state in enumerate(states):
+        known = None
+        if state.numel() == _SEED_AND_OFFSET:
+            seed, offset = state.view(torch.int64).tolist()
+            known = offset, repr(seed).encode()
+        yield f"{device.type}:{number}", bytes(elements(state)), known
 
 
 # digests --------------------------------------------------------------------------------------------------------------
