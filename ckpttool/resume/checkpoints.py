@@ -19,13 +19,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ckpttool.analysis.audit.counters import step_counters
-from ckpttool.analysis.audit.values import read_number
-from ckpttool.catalogue.entries import Object
+from ckpttool.analysis.describe.counters import step_of
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
 from ckpttool.producers import run_patterns as patterns
@@ -33,7 +31,6 @@ from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.observe.site import keep
 from ckpttool.storage import tree
-from ckpttool.storage.files import Pool
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
 _TAG = 1 << 10  # bytes of a file that names a checkpoint, at most
@@ -322,20 +319,6 @@ def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:
                     text = Path(entry.path).read_text("utf-8").strip()
                 named.add(steps.get(os.path.basename(text)))
     return {step for step in named if step is not None}
-
-
-def step_of(path: str) -> int | None:
-    """Return the step that a checkpoint was saved at, as it or its optimizer says; None if neither does."""
-    with suppress(CkptError), opened(path) as source, closing(Pool()) as pool:
-        epochs = source.catalogue.entries.get(("epochs_run",))  # torchtune saves after epochs, and counts them alone
-        if isinstance(epochs, Object) and isinstance(epochs.value, int):
-            return epochs.value
-        for step in step_counters(source.catalogue, lambda tensor: read_number(tensor, source, pool)).values():
-            return int(step)
-        for tensor in source.catalogue.tensors:
-            if tensor.part.kind == "optimizer" and tensor.name.endswith(".step") and tensor.numel == 1:
-                return int(read_number(tensor, source, pool))
-    return None
 
 
 def _is_whole(path: str) -> bool:

@@ -51,19 +51,26 @@ def of_hook(hooked: Hooked, taken: Mapping[str, int] | int) -> Steps:
     """Return the steps that were observed in a command; `taken` are those before it began, of each optimizer.
 
     A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
+    An optimizer that is made once more when a run resumes is the one of its kind that is not there.
     """
     found: dict[int, dict[str, dict[Any, Any]]] = defaultdict(lambda: {title: {} for title in TITLES})
     for rank, steps in hooked.steps.items():
-        in_all = taken if isinstance(taken, int) else max(taken.values(), default=0)
-        numbers = defaultdict(lambda: in_all, {} if isinstance(taken, int) else taken)  # noqa: B023
+        own = {} if isinstance(taken, int) else dict(taken)
+        in_all = taken if isinstance(taken, int) else max(own.values(), default=0)
+        names = {one.optimizer: one.optimizer for one in steps}
+        for name in names.keys() - own.keys():
+            left = sorted(one for one in own.keys() - {*names.values()} if one.split()[:-1] == name.split()[:-1])
+            names[name] = left[0] if left else name
+        numbers = defaultdict(lambda: in_all, own)  # noqa: B023
         for one in steps:
             if one.loss is None and one.batch is None:
                 continue
-            numbers[one.optimizer] += 1
+            name = names[one.optimizer]
+            numbers[name] += 1
             # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
             seen = (one.batch or one.fetched, one.loss, one.gradient_norm, one.lr, one.parameters, one.rng)
             for title, value in zip(TITLES, seen, strict=True):
-                found[numbers[one.optimizer]][title][rank, one.optimizer] = value
+                found[numbers[name]][title][rank, name] = value
     return found
 
 

@@ -222,3 +222,20 @@ def test_the_generator_of_each_device_is_recorded_once_it_is_initialized() -> No
     assert "cuda:1's is that of run A when step 9 began, 8 numbers further" in told
     one.device.is_initialized = lambda: False
     assert "cuda:0" not in rng(one)
+
+
+class Shard:
+    """What a rank has of a tensor of one element that lies on another."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.zeros(0)
+
+    def numel(self) -> int:
+        return 1
+
+    def item(self) -> float:
+        raise RuntimeError("a collective")
+
+
+def test_a_number_that_lies_on_another_rank_is_not_asked_for() -> None:
+    assert state._plain([Shard(), 2.5]) == ["Tensor", 2.5]

@@ -10,7 +10,7 @@ from ckpttool.resume.observe import Hooked, Observed
 from ckpttool.resume.results import RunDifference, RunReport
 from ckpttool.resume.steps import Steps, compare_steps, drawn, of_hook, unrepeated
 
-ONE = Observed(0, 0, 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
+ONE = Observed(0, "Adam 8 0", 1, 2.5, 0.5, [0.1], "aa", ["aa"], {"torch": "bb"}, "cc")
 FOLLOWS = ("loss", "gradient norm", "parameters")  # what comes of another batch
 
 
@@ -50,3 +50,12 @@ def test_a_batch_that_was_not_seen_is_no_difference() -> None:
     a, b = (of_hook(Hooked(steps={0: [one]}), 4) for one in (first, dataclasses.replace(first, loss=3.5)))
     [found] = compared(a, b)
     assert (found.kind, found.step, found.rank) == ("loss differs", 5, 0)
+
+
+def test_optimizers_that_step_in_turns_are_told_apart_by_what_they_are() -> None:
+    # A: one, other, other | other; B begins with the other.
+    names = ("Adam 8 0", "SGD 2 0", "SGD 2 0", "SGD 2 0")
+    steps = [dataclasses.replace(ONE, optimizer=name, loss=float(at)) for at, name in enumerate(names)]
+    a, b = of_hook(Hooked(steps={0: steps}), 0), of_hook(Hooked(steps={0: steps[3:]}), {"Adam 8 0": 1, "SGD 2 0": 2})
+    assert not compared(a, b) and b[3]["loss"] == {(0, "SGD 2 0"): 3.0}
+    assert compared(a, of_hook(Hooked(steps={0: steps[3:]}), 1))

@@ -6,10 +6,11 @@ import struct
 from contextlib import closing, suppress
 
 from ckpttool.catalogue import boxes
-from ckpttool.catalogue.counters import READ, unread
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.counters import NUMBER, NUMBERS, READ, step, unread
+from ckpttool.catalogue.entries import Object, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CkptError
+from ckpttool.producers.open import opened
 from ckpttool.storage.files import Pool
 from ckpttool.transfer.read import ChunkReader
 
@@ -27,6 +28,20 @@ def note_counters(source: Source) -> None:
             for tensor in tensors:
                 with suppress(CkptError):
                     facts[READ][tensor.path] = _number(tensor, source, pool)
+
+
+def step_of(path: str) -> int | None:
+    """Return the step that a checkpoint was saved at, as it or its optimizer says; None if neither does. Its name
+    counts only where a framework gave it: others may be called anything."""
+    with suppress(CkptError), opened(path) as source:
+        facts = source.catalogue.facts
+        for name in (NUMBER, NUMBERS, *(() if facts.keys() & {"producer", "components"} else ("step",))):
+            facts.pop(name, None)
+        note_counters(source)
+        epochs = source.catalogue.entries.get(("epochs_run",))  # torchtune saves after epochs, and counts them alone
+        found = epochs.value if isinstance(epochs, Object) else step(source.catalogue)
+        return int(found) if found is not None else None
+    return None
 
 
 def _number(tensor: Tensor, source: Source, pool: Pool) -> float | None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils import _pytree
 
+from ckpttool.analysis.describe.counters import step_of
 from ckpttool.catalogue import parts
 from ckpttool.resume.worker import setup
 from ckpttool.resume.worker.record import plain
@@ -26,8 +27,6 @@ from ckpttool.resume.worker.setup import Built
 from ckpttool.training import collectives, fsdp1
 from ckpttool.training import load as ckpttool_load
 from ckpttool.training import save as ckpttool_save
-
-_COUNTERS = ("step", "global_step", "current_step", "train_step", "iteration", "iter", "iter_num")
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ def load(built: Built, path: str) -> tuple[int | None, list[str]]:
     notes = _restore(built, states)
     if missing := setup.restore(_part(loaded.rest, "rng", "rng"), built.generators):
         notes.append(f"no saved RNG state for rank {dist.get_rank()} ({', '.join(missing)})")
-    return _step(loaded.rest), notes
+    return step_of(path), notes
 
 
 def _restore(built: Built, states: Mapping[str, Any]) -> list[str]:
@@ -78,16 +77,6 @@ def _part(rest: Mapping[Any, Any], key: str, kind: str) -> Any:
         return rest[key]
     names = [name for name in rest if parts.kind_of_key(name) == kind]
     return rest[names[0]] if len(names) == 1 else None
-
-
-def _step(rest: Mapping[Any, Any]) -> int | None:
-    for name in _COUNTERS:
-        value = rest.get(name)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
 
 
 # By torch alone -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import math
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -104,6 +105,7 @@ class Observer:
         self._letters: dict[int, bytes] = {}  # by the id of an optimizer
         self._steps: dict[int, int] = {}  # by the id of an optimizer
         self._names: dict[int, str] = {}  # by the id of an optimizer
+        self._made: list[weakref.ref[Any]] = []  # all optimizers, in the order in which they were made
         self._losses: list[float] = []
         self._inputs: list[str] = []
         self._fetched: list[str] = []
@@ -211,6 +213,14 @@ class Observer:
     def _watch_optimizers(self) -> None:
         from torch.optim import optimizer as hooks
 
+        init = hooks.Optimizer.__init__
+
+        @functools.wraps(init)
+        def observed(one: Any, *args: Any, **kwargs: Any) -> None:
+            self._made.append(weakref.ref(one))
+            init(one, *args, **kwargs)
+
+        hooks.Optimizer.__init__ = observed
         hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._count_step, one))
         hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._begin_step, one))
         if self._observe:
@@ -341,10 +351,14 @@ class Observer:
 
     def _name(self, optimizer: Any) -> str:
         """Return what an optimizer is called in each run and on each rank, whichever steps first: its class, how many
-        parameters its first group has, and how many of the kind have stepped before it."""
+        parameters its first group has, and how many of the kind were made before it."""
         if id(optimizer) not in self._names:
-            kind = f"{type(optimizer).__name__} {len(optimizer.param_groups[0]['params'])} "
-            self._names[id(optimizer)] = f"{kind}{sum(one.startswith(kind) for one in self._names.values())}"
+            there = (one() for one in self._made)
+            made = (*(one for one in there if getattr(one, "param_groups", None)), optimizer)
+            kinds = [(type(one).__name__, len(one.param_groups[0]["params"])) for one in made]
+            number = next(at for at, one in enumerate(made) if one is optimizer)
+            kind = "{} {}".format(*kinds[number])
+            self._names[id(optimizer)] = f"{kind} {kinds[:number].count(kinds[number])}"
         return self._names[id(optimizer)]
 
     def _parameters(self, optimizer: Any) -> str:

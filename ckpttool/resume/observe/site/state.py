@@ -107,7 +107,8 @@ class Recorder:
             with self._torch.no_grad():
                 rounded = (self._is_rounded or None) if step > 1 else False
                 self._digest = functools.partial(digest, self._torch, rounded=rounded)
-                record = {"rank": rank(self._torch), "number": number, "step": step, "batches": self._batches}
+                batches = [*self._batches[: step - 1], batch]  # of an optimizer that steps in turns with another
+                record = {"rank": rank(self._torch), "number": number, "step": step, "batches": batches}
                 record |= self._state(optimizer)
             path = os.path.join(self._folder, f"state.{number}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
@@ -158,7 +159,8 @@ class Recorder:
         loose: dict[int, str] = {}
         left = _LOOSE
         gradients = {f"{name}.grad": tensor.grad for name, tensor, kind in modules if kind == "weight"}
-        tensors = [*there.tensors, *(one for one in gradients.values() if one is not None)]
+        is_lazy = self._torch.nn.parameter.is_lazy
+        tensors = [one for one in (*there.tensors, *gradients.values()) if one is not None and not is_lazy(one)]
         for tensor in {id(one): one for one in tensors}.values():
             size = tensor.numel() * tensor.element_size()
             if id(tensor) not in known and tensor.grad_fn is None and size <= left:
@@ -457,6 +459,7 @@ def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
 
 def _plain(value: Any) -> Any:
     """Return a value that JSON and people can read; of a long one its digest."""
+    value = local(value)  # a shard may have no element of a tensor that has one
     if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
         value = value.item()
     if isinstance(value, (list, tuple, deque)):
