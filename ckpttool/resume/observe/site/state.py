@@ -195,13 +195,20 @@ class Recorder:
                 values[name] = [*map(_plain, one)]  # whole, as a checkpoint has it
             elif isinstance(one, _PLAIN):
                 values[name] = _plain(one)
-            inside = one if isinstance(one, dict) else getattr(one, "__dict__", None)
-            if isinstance(one, (list, tuple, deque)) and len(one) < _FEW and any(id(each) in loose for each in one):
-                inside = dict(enumerate(one))
             is_end = depth == _DEEP or (depth and (isinstance(one, ends) or len(values) > _FEW))
-            if isinstance(inside, dict) and not is_end and id(one) not in left_out and not isinstance(one, ends[:2]):
+            if is_end or id(one) in left_out or isinstance(one, ends[:2]):
+                continue
+            inside: dict[Any, Any] = {}
+            with suppress(Exception):  # of a class that does not like to be looked at, or that changes meanwhile
+                if isinstance(one, (list, tuple, deque)):
+                    has_tensors = len(one) < _FEW and any(id(each) in loose for each in one)
+                    inside = dict(enumerate(one)) if has_tensors else {}
+                else:
+                    inside = dict(one) if isinstance(one, dict) else dict(vars(one))
+            if inside:
                 left_out.add(id(one))
-                inner = {f"{name}.{key}": each for key, each in [*inside.items()][:_FEW]}
+                few = [*inside.items()][:_FEW]
+                inner = {f"{name}.{key}": each for key, each in few if isinstance(key, (str, int))}
                 places.extend((key, each, depth + 1) for key, each in inner.items())
                 file = getattr(sys.modules.get(type(one).__module__), "__file__", None) or ""
                 own |= inner.keys() if name in own and not file.startswith(libraries) else set()
