@@ -14,12 +14,14 @@ from ckpttool.storage.stores import Location
 
 
 class TorchFile(NamedTuple):
-    """A file that was opened. `torch` are the versions that write such files."""
+    """A file that was opened. `torch` are the versions that write such files, `root` is what the archive calls itself:
+    like the file, without its suffix, when torch saves to a path."""
 
     size: int
     tree: Any
     extent: Callable[[TensorRef], Extent]
     torch: str
+    root: str = ""
 
 
 def load(pool: files.Pool, path: Location, number: int = 0) -> TorchFile:
@@ -35,4 +37,4 @@ def load(pool: files.Pool, path: Location, number: int = 0) -> TorchFile:
     tree = torch_zip.load_tree(archive)
     # Of empty storages nobody asks where they are; each rank of ZeRO-3 has one for each parameter.
     archive.records = {n: record for n, record in archive.records.items() if record.nbytes or not n.startswith("data/")}
-    return TorchFile(size, tree, archive.extent, archive.torch_versions)
+    return TorchFile(size, tree, archive.extent, archive.torch_versions, archive.root)

@@ -96,6 +96,21 @@ def recognise(location: Location) -> bool:
         return False
 
 
+def renamed(name: str, root: str) -> str | None:
+    """Return what a file was saved as, by what its archive is called inside, if that is of another rank or layer."""
+    own, saved = _whose(name), _whose(f"{root}.pt")
+    return None if saved in (None, own) else f"{root}.pt"
+
+
+def _whose(name: str) -> tuple[int | str, ...] | None:
+    """Return what kind of file this is and of whom: `("weights", 0, 2)` of rank 2."""
+    for kind, pattern in (("weights", WEIGHTS), ("optimizer", OPTIMIZER), ("layer", LAYER), ("expert", _EXPERT)):
+        if (match := re.fullmatch(pattern, name)) is not None:
+            own = match.groupdict() if kind in ("weights", "optimizer") else {}
+            return (kind, int(own["mp"]), int(own["dp"] or 0)) if own else (kind, *map(int, re.findall(r"\d+", name)))
+    return None
+
+
 def listed(location: Location) -> Members:
     """Return the files of a directory. Raises ReadError for those of some experts, and of tensor parallelism."""
     members = Members()

@@ -59,7 +59,7 @@ class RankFile:
 def load(pool: files.Pool, path: Location) -> RankFile:
     """Return the file at `path`. Raises CorruptError when it is not whole or no torch.save file."""
     loaded, name = torch_file.load(pool, path), f"`{path}`"
-    file = RankFile(path, *loaded)
+    file = RankFile(path, *loaded[:4])
     dropped = torch_module.Dropped()
     try:
         file.tree = dtensor.replace(torch_module.replace_modules(file.tree, dropped), file.shards, file.unread)

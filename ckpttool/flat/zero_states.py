@@ -1,0 +1,232 @@
+"""What the optimizers of the ranks of ZeRO hold, by groups of parameters. Pure.
+
+A rank's state has a flat tensor of each group for the float32 weights, and one for each kind of the optimizer's state;
+what is not of each element, such as the step, a group has once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.values import TorchSize
+from ckpttool.errors import CorruptError, ReadError
+from ckpttool.flat import zero_partitions as partitions
+from ckpttool.flat.pieces import PieceColumns, Place, Rebuilt, is_line
+from ckpttool.flat.zero_partitions import Line, Partition
+from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.text import plural, rank_ranges
+
+ONE_SAVE = "take all files from one save"
+NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
+_OFFLOADED = "save with `offload_optimizer` on the CPU, or off"
+
+
+class ZeroState(NamedTuple):
+    """The optimizer's state of a rank, and the file that it is in: `ZeroState("..._optim_states.pt", {...})`."""
+
+    file: str
+    tree: dict[str, Any]
+
+
+ZeroStates = Mapping[int, ZeroState]
+"""What the ranks have, by rank."""
+
+
+class ZeroGroup(NamedTuple):
+    """A group of parameters, and the lines that the ranks have of its weights and of each kind of state."""
+
+    partition: Partition
+    weights: dict[int, Line]
+    kinds: dict[str, dict[int, Line]]
+
+    def parameters(self, place: Place, columns: PieceColumns, *, whole: bool) -> Iterator[tuple[str, str, Rebuilt]]:
+        """Yield each parameter, with the kind of state that it is of; the weights are of none. Raises CorruptError for
+        what does not fit."""
+        used = self.partition.used()
+        for kind, lines in (("", self.weights), *self.kinds.items()):
+            what = kind or f"the weights of group {self.partition.number}"
+            partitions.check_lines(self.partition, used, lines, what)
+            for name, rebuilt in self.partition.parameters(lines, place, what, columns, whole=whole):
+                yield kind, name, rebuilt
+
+
+def flat(shapes: list[dict[str, Ints]], states: ZeroStates, world: int, *, reordered: bool) -> list[ZeroGroup]:
+    """Return the groups of ZeRO 1 and 2."""
+    weights = {rank: _lines(rank, state, "single_partition_of_fp32_groups") for rank, state in states.items()}
+    for rank, lines in weights.items():
+        if len(lines) != len(shapes):
+            text = f"`{states[rank].file}` has {plural(len(lines), 'group')} of weights, but `param_shapes`"
+            facts = {"rank": rank, "found": len(lines), "expected": len(shapes)}
+            raise CorruptError(f"{text} {len(shapes)}", hint=ONE_SAVE, file=states[rank].file, **facts)
+    lean = any("zero_stage" in state.tree for state in states.values())  # the masters of BF16_Optimizer are padded
+    sizes = [max(_size(weights[r][g], states[r].tree, g, lean=lean) for r in states) for g in range(len(shapes))]
+    trees = {rank: state.tree for rank, state in states.items()}
+    return [
+        ZeroGroup(
+            one,
+            {rank: [weights[rank][one.number]] for rank in one.paddings},
+            _kinds({rank: states[rank] for rank in one.paddings}, one, [one.number]),
+        )
+        for one in partitions.flat_groups(shapes, trees, sizes, world, reordered=reordered)
+    ]
+
+
+def divided(shapes: list[dict[str, Ints]], states: ZeroStates, world: int) -> list[ZeroGroup]:
+    """Return the parameters of ZeRO 3, as one group."""
+    weights = {rank: _lines(rank, state, "fp32_flat_groups") for rank, state in states.items()}
+    for rank, lines in weights.items():
+        if any(not line.shape[0] for line in lines) and any(shapes):
+            text = f"`{states[rank].file}`: weights without elements: they were offloaded to NVMe"
+            raise ReadError(text, hint=_OFFLOADED, rank=rank)
+    (whole,) = partitions.divided(shapes, [*states], world)
+    return [ZeroGroup(whole, dict(weights.items()), _kinds(states, whole, [*range(len(shapes))]))]
+
+
+def _size(line: TensorRef, state: Mapping[str, Any], group: int, *, lean: bool) -> int:
+    paddings = state.get("group_paddings")
+    padding = paddings[group] if lean and isinstance(paddings, list) and group < len(paddings) else 0
+    return prod(line.shape) + (padding if type(padding) is int else 0)
+
+
+def _lines(rank: int, state: ZeroState, key: str) -> list[TensorRef]:
+    lines = state.tree.get(key)
+    if not isinstance(lines, list) or not all(map(is_line, lines)):
+        raise CorruptError(
+            f"`{state.file}`: `{key}` is no list of tensors of one dimension", file=state.file, rank=rank
+        )
+    return lines
+
+
+def _kinds(states: ZeroStates, partition: Partition, keys: list[int]) -> dict[str, dict[int, Line]]:
+    """Return the lines of each kind of state that has a value for each element: `exp_avg`."""
+    kinds: dict[str, dict[int, Line]] = {}
+    used = partition.used()
+    for rank, (file, state) in states.items():
+        of_groups = [of_group(state, key) for key in keys]
+        names = {name for one in of_groups for name, value in one.items() if is_of_elements(value)}
+        for name in sorted(names):
+            line = [one[name] for one in of_groups if is_of_elements(one.get(name))]
+            if len(line) != len(of_groups):
+                text = f"`{file}`: `{name}` is there for {len(line)} of {len(of_groups)} groups, which is not read"
+                raise ReadError(text, hint=NOT_READ, rank=rank)
+            held = sum(prod(ref.shape) for ref in line)
+            if not held and used.get(rank):
+                text = f"`{file}`: `{name}` without elements: it was offloaded to NVMe"
+                raise ReadError(text, hint=_OFFLOADED, file=file, rank=rank)
+            if held < used.get(rank, 0):
+                text = f"`{file}`: `{name}` has {plural(held, 'element')}, but rank {rank} has {used[rank]} of weights"
+                hint = "state that is not of each element (1-bit optimizers) is not read; of another, take one save"
+                raise CorruptError(text, hint=hint, file=file, rank=rank, found=held, expected=used[rank])
+            kinds.setdefault(name, {})[rank] = line
+    return kinds
+
+
+def described(groups: Iterable[ZeroGroup]) -> str:
+    """Return which elements each rank has: `group 1: 8 elements on ranks 0-1, 7 and 1 of padding on rank 2`."""
+    texts = []
+    for one in (group.partition for group in groups):
+        alike: dict[str, list[int]] = {}
+        used = one.used()
+        for rank, padding in one.paddings.items():
+            what = f"{plural(used.get(rank, 0), 'element')}{f' and {padding:,} of padding' if padding else ''}"
+            alike.setdefault(what, []).append(rank)
+        where = [f"{what} on {rank_ranges(ranks)}" for what, ranks in alike.items()]
+        texts.append(f"group {one.number}: {', '.join(where)}")
+    return "; ".join(texts)
+
+
+def check_counts(state: ZeroState, world: int) -> None:
+    """Raise an error for a state of partitions of other ranks than `world` data-parallel ones."""
+    file, count = state.file, state.tree.get("partition_count")
+    most = max((n for n in count if type(n) is int), default=world) if isinstance(count, list) else count
+    if type(most) is int and most != world:
+        text = f"`{file}`: partitions of {most} ranks, but {world} data-parallel ranks have saved"
+        hint = "shards within groups of ranks (MiCS) are not read, and files of two saves are none"
+        raise ReadError(text, hint=f"{hint}: {ONE_SAVE}", file=file, found=most, expected=world)
+    if isinstance(count, list) and any(type(n) is not int or n < 1 or world % n for n in count):
+        raise CorruptError(f"`{file}`: partitions of {shown(count)} ranks, of {world}", hint=ONE_SAVE, file=file)
+
+
+# The trees ----------------------------------------------------------------------------------------------------------
+
+
+def base(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of the optimizer inside; of an elastic checkpoint, without `param_groups`."""
+    inner = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
+    return {"state": dict(enumerate(inner))} if isinstance(inner, list) else as_dict(inner)
+
+
+def of_group(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the state of a group by its kind."""
+    return as_dict(as_dict(base(state).get("state")).get(number))
+
+
+def as_dict(value: Any) -> dict[Any, Any]:
+    """Return a value that is a dict, and an empty one for any other."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_of_elements(value: Any) -> bool:
+    """Return whether a value of the state is of the elements of a group."""
+    return isinstance(value, TensorRef) and len(value.shape) > 0
+
+
+def names_of(group: Mapping[str, Any], shapes: list[dict[str, Ints]], file: str) -> list[str]:
+    """Return the names of the parameters that a group of the optimizer inside has, by the numbers of flat groups."""
+    numbers = group.get("params")
+    if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < len(shapes) for n in numbers):
+        text = f"`{file}`: `param_groups` of other groups than the {len(shapes)} of `param_shapes`"
+        raise CorruptError(text, hint=ONE_SAVE, file=file)
+    return [name for number in numbers for name in shapes[number]]
+
+
+def shapes_of(tree: Mapping[str, Any], file: str) -> list[dict[str, Ints]]:
+    """Return the names and shapes of each group, in the order of the flat group. Before 2021-10 it was one dict."""
+    value = tree.get("param_shapes")
+    groups = [value] if isinstance(value, dict) else value
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise CorruptError(f"`{file}` has no `param_shapes`", hint=NOT_READ, file=file)
+    for name, shape in (item for group in groups for item in group.items()):
+        if not isinstance(name, str) or not isinstance(shape, (TorchSize, tuple, list)):
+            raise CorruptError(f"`{file}`: `param_shapes` has a shape that is none", file=file)
+    names = [name for group in groups for name in group]
+    if len(names) != len({*names}):
+        raise CorruptError(f"`{file}`: `param_shapes` has a parameter in two groups", file=file)
+    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def merged(groups: Iterable[tuple[int, dict[str, Ints]]]) -> list[dict[str, Ints]]:
+    """Return the shapes of each group with the experts of all ranks, and the layers of all stages."""
+    every: list[dict[str, Ints]] = []
+    for number, shapes in groups:
+        every += [{} for _ in range(len(every), number + 1)]
+        every[number] |= shapes
+    return every
+
+
+def is_cut(shape: Ints, parts: Collection[Ints]) -> bool:
+    """Return whether tensors of these shapes may be what tensor parallelism has cut one of `shape` into; a vocabulary
+    may have had padding."""
+    if any(len(part) != len(shape) for part in parts):
+        return False
+    dims = [d for d in range(len(shape)) if any(part[d] != shape[d] for part in parts)]
+    return not dims or (len(dims) == 1 and shape[dims[0]] <= sum(part[dims[0]] for part in parts))
+
+
+def rounded(data: bytes, dtype: str) -> bytes | None:
+    """Return float32 elements as DeepSpeed rounds them to a dtype; None for one that it does not train in."""
+    count = len(data) // 4
+    if dtype == "bfloat16":
+        words = struct.unpack(f"<{count}I", data)
+        return struct.pack(f"<{count}H", *(word + 0x7FFF + (word >> 16 & 1) >> 16 & 0xFFFF for word in words))
+    if dtype == "float16":
+        try:
+            return struct.pack(f"<{count}e", *struct.unpack(f"<{count}f", data))
+        except OverflowError:
+            return None
+    return data if dtype == "float32" else None

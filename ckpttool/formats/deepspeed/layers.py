@@ -1,0 +1,68 @@
+"""The files of the layers of a pipeline, and of experts: what they have beside the weights of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpttool.errors import ReadError
+from ckpttool.flat.pieces import Rebuilt
+from ckpttool.formats.deepspeed import members
+from ckpttool.formats.deepspeed.members import StateFile
+from ckpttool.formats.deepspeed.open_directory import OpenDirectory
+from ckpttool.text import some
+
+Values = dict[str, tuple[Any, StateFile]]
+"""What files have by the names that it has in the model, with the file."""
+_COPY = "copy what is missing from where the checkpoint was saved"
+
+
+def of_pipeline(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values:
+    """Return what the files of a pipeline's layers have, under the names that the model has there: `3.weight`, or
+    `tied_modules.embed.weight` of a layer that is there several times."""
+    values: Values = {}
+    tied: dict[str, set[str]] = {}
+    present = opened.members.layers
+    for name in by_name:
+        kind, _, rest = name.partition(".")
+        layer, _, parameter = rest.partition(".")
+        if kind == "tied_modules":
+            tied.setdefault(f"{kind}.{layer}.", set()).add(parameter)
+        elif kind.isdecimal() and int(kind) not in present:
+            text = f"the file of layer {int(kind)} is missing, of which the optimizer has `{name}`"
+            opened.fault(text, _COPY, tensor=name)
+    for number, file_name in sorted(present.items()):
+        file, root = opened.load(0, file_name), f"{number}."
+        if not any(f"{root}{key}" in by_name for key in file.tree):
+            alike = [one for one, names in tied.items() if names and names <= file.tree.keys()]
+            if len(alike) > 1 and any(f"{one}{key}" not in by_name for key in file.tree for one in alike):
+                text = f"`{file_name}` is of one of {some(alike)}, and nothing says of which"
+                raise ReadError(text, hint=members.CONVERT, file=file_name, found=alike)
+            root = alike[0] if alike else root
+        own = {f"{root}{key}": (value, file) for key, value in file.tree.items()}
+        opened.compare_rounded(file_name, own, by_name)
+        values |= {key: value for key, value in own.items() if key not in values}
+    named = [name for one in opened.weights for name in one.tree.get("buffer_names") or () if name[:1].isdecimal()]
+    if absent := [name for name in named if name not in values]:
+        text = f"no file of a layer has the buffer {some(absent)}, which `{opened.first.name}` and others name"
+        opened.fault(text, _COPY)
+    if gaps := [f"layer {n}" for n in range(max(present)) if n not in present]:
+        text = f"no file of {some(gaps)}: that is so of a function; of a module, the file would be missing"
+        opened.warn("missing-part", text)
+    return values
+
+
+def of_experts(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values:
+    """Return what the files of experts have beside the weights that the optimizer has."""
+    values: Values = {}
+    names: set[Any] = set()
+    for name in opened.members.experts:
+        file = opened.load(0, name)
+        names |= file.tree.keys()
+        own = {key: (value, file) for key, value in file.tree.items()}
+        opened.compare_rounded(name, own, by_name)
+        values |= {key: value for key, value in own.items() if key not in by_name}
+    if absent := [name for name in by_name if ".deepspeed_experts." in name and name not in names]:
+        text = f"no file of an expert has {some(absent)}"
+        opened.fault(text, _COPY, concerns=[f"model.{n}" for n in absent])
+    return values
