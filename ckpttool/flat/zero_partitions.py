@@ -149,16 +149,28 @@ def flat_groups(
                     slices[names[name]].append(one)
             own_shapes = {names[name]: shape for name, shape in of_group.items()}
             partitions.append(Partition(number, own_shapes, slices, paddings, inner))
-            _check_apart(partitions[-1])
+            _check_cuts(partitions[-1], size)
     return partitions
 
 
-def _check_apart(partition: Partition) -> None:
-    """Raise CorruptError for two parameters in the same elements."""
+def _check_cuts(partition: Partition, size: int) -> None:
+    """Raise CorruptError for parameters in the same elements, in another order than their shapes, or of which one does
+    not go on from the end of a rank's `size` elements at the beginning of the next."""
+    for name, cuts in partition.slices.items():
+        for cut, after in pairwise(cuts):
+            if cut.start + cut.numel != size or after.start:
+                where = f"from the end of rank {cut.rank} at the beginning of rank {after.rank}"
+                text = f"`{name}` does not go on {where}"
+                raise CorruptError(text, hint=_ONE_SAVE, tensor=name, ranks=[cut.rank, after.rank])
+    begins = [(cuts[0].rank, cuts[0].start, name) for name, cuts in partition.slices.items() if cuts]
+    for one, other in pairwise(begins):
+        if one[:2] > other[:2]:
+            text = f"`{other[2]}` lies before `{one[2]}`, and comes after it in `param_shapes`"
+            raise CorruptError(text, hint=_ONE_SAVE, tensor=other[2])
     for rank, taken in partition.by_rank().items():
-        for (_, end, name), (start, _, other) in pairwise(taken):
+        for (_, end, name), (start, _, overlapping) in pairwise(taken):
             if start < end:
-                text = f"rank {rank} has `{name}` and `{other}` in the same elements of its partition"
+                text = f"rank {rank} has `{name}` and `{overlapping}` in the same elements of its partition"
                 raise CorruptError(text, hint=_ONE_SAVE, rank=rank)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import prod
+from math import isnan, prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -83,6 +83,11 @@ def divided(shapes: list[dict[str, Ints]], states: ZeroStates, world: int) -> li
         if any(not line.shape[0] for line in lines) and any(shapes):
             text = f"`{states[rank].file}`: weights without elements: they were offloaded to NVMe"
             raise ReadError(text, hint=_OFFLOADED, rank=rank)
+        for number, (line, group) in enumerate(zip(lines, shapes, strict=False) if len(lines) == len(shapes) else ()):
+            numel = sum(-(-prod(shape) // world) for shape in group.values())
+            if line.shape[0] != numel:
+                text = f"`{states[rank].file}` has {plural(line.shape[0], 'element')} of group {number}"
+                raise CorruptError(f"{text}, but `param_shapes` {numel} of each rank", hint=ONE_SAVE, rank=rank)
     (whole,) = partitions.divided(shapes, [*states], world)
     return [ZeroGroup(whole, dict(weights.items()), _kinds(states, whole, [*range(len(shapes))]))]
 
@@ -219,14 +224,18 @@ def is_cut(shape: Ints, parts: Collection[Ints]) -> bool:
 
 
 def rounded(data: bytes, dtype: str) -> bytes | None:
-    """Return float32 elements as DeepSpeed rounds them to a dtype; None for one that it does not train in."""
+    """Return float32 elements as DeepSpeed rounds them to a dtype; None for one that it does not train in, and of what
+    is no number, or too large for one."""
     count = len(data) // 4
     if dtype == "bfloat16":
         words = struct.unpack(f"<{count}I", data)
+        if any(word & 0x7FFFFFFF > 0x7F800000 for word in words):
+            return None
         return struct.pack(f"<{count}H", *(word + 0x7FFF + (word >> 16 & 1) >> 16 & 0xFFFF for word in words))
     if dtype == "float16":
+        values = struct.unpack(f"<{count}f", data)
         try:
-            return struct.pack(f"<{count}e", *struct.unpack(f"<{count}f", data))
+            return None if any(map(isnan, values)) else struct.pack(f"<{count}e", *values)
         except OverflowError:
             return None
     return data if dtype == "float32" else None

@@ -143,8 +143,8 @@ def test_a_run_of_fsdp_becomes_zero(tmp_path: Path) -> None:
 def test_sub_groups_are_those_of_the_configuration(tmp_path: Path) -> None:
     """`sub_group_size` of 10: DeepSpeed begins another when a rank has so many elements of one."""
     path = Path(shutil.copytree(saved("zero3_w3"), tmp_path / "saved")) / "global_step2"
-    for file in path.glob("*_model_states.pt"):
-        change(file, lambda tree: tree["ds_config"]["zero_optimization"].update(sub_group_size=1e1))
+    for file in path.glob("*.pt"):
+        change(file, lambda tree: tree["ds_config"]["zero_optimization"].update(sub_group_size=1e1), whole=True)
     out = written(path, tmp_path / "out", 3, 2, drop=["rng"])
     state = tree_of(out / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     assert [len(line) for line in state["fp32_flat_groups"]] == [33, 18, 18, 11, 3]

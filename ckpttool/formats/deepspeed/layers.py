@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import ReadError
+from ckpttool.flat import pipeline_stages
 from ckpttool.flat.pieces import Rebuilt
+from ckpttool.flat.pipeline_stages import Stage
+from ckpttool.flat.zero_states import as_dict
 from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.formats.deepspeed.open_directory import OpenDirectory
+from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.text import some
 
 Values = dict[str, tuple[Any, StateFile]]
@@ -40,16 +45,48 @@ def of_pipeline(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values
                 raise ReadError(text, hint=members.CONVERT, file=file_name, found=alike)
             root = alike[0] if alike else root
         own = {f"{root}{key}": (value, file) for key, value in file.tree.items()}
-        opened.compare_rounded(file_name, own, by_name)
+        opened.compare_rounded(own, by_name)
         values |= {key: value for key, value in own.items() if key not in values}
     named = [name for one in opened.weights for name in one.tree.get("buffer_names") or () if name[:1].isdecimal()]
     if absent := [name for name in named if name not in values]:
         text = f"no file of a layer has the buffer {some(absent)}, which `{opened.first.name}` and others name"
         opened.fault(text, _COPY)
-    if gaps := [f"layer {n}" for n in range(max(present)) if n not in present]:
+    if not opened.states:
+        _check_stages(opened, values, {*named})
+    last = max(present)
+    if gaps := [f"layer {n}" for n in range(last) if n not in present]:
         text = f"no file of {some(gaps)}: that is so of a function; of a module, the file would be missing"
         opened.warn("missing-part", text)
+    text = f"no file names the layers behind layer {last}: one that trains nothing would not be missed"
+    opened.warn("missing-part", text)
     return values
+
+
+def _check_stages(opened: OpenDirectory, values: Values, buffers: set[str]) -> None:
+    """Add a fault if the optimizers of the stages train what no file of a layer has. Without ZeRO they give no names,
+    but have state of the shape of each parameter."""
+    present, layers = opened.members.layers, dict[int, list[Ints]]()
+    for name, (value, _) in values.items():
+        if isinstance(value, TensorRef) and name not in buffers:
+            layers.setdefault(int(name.partition(".")[0]), []).append(value.shape)
+    stages = []
+    for file in opened.weights:
+        optimizer = as_dict(file.tree.get("optimizer"))
+        inner = as_dict(optimizer.get("optimizer_state_dict", optimizer))
+        shapes, stateless = pipeline_stages.trained(inner)
+        if "fp32_groups_flat" in optimizer or not file.loaded.root:  # flat, or of a file without checksums
+            shapes, stateless = {}, 0
+        keyed = [(shape, opened.content(inner["state"][number], file)) for number, shape in shapes.items()]
+        own = {name.partition(".")[0] for name in file.tree.get("buffer_names") or ()}
+        stages.append(Stage(keyed, stateless, {int(layer) for layer in own if layer.isdecimal()} & present.keys()))
+    if (lack := pipeline_stages.lacking(layers, stages)) is not None:
+        last = max(present)
+        absent = [n for n in range(last + 2) if n not in present]
+        names = some([present[last].replace(f"{last:02d}", f"{n:02d}", 1) for n in absent])
+        what = f"parameters of {', '.join(map(str, map(list, lack.shapes)))}" if lack.shapes else "more parameters"
+        text = f"`{opened.weights[lack.stage].name}` trains {what} that no file of its layers has"
+        text = f"{text}: {'one of ' * (len(absent) > 1)}{names} is missing"
+        opened.fault(text, _COPY, concerns=["model"])
 
 
 def of_experts(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values:
@@ -60,7 +97,7 @@ def of_experts(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values:
         file = opened.load(0, name)
         names |= file.tree.keys()
         own = {key: (value, file) for key, value in file.tree.items()}
-        opened.compare_rounded(name, own, by_name)
+        opened.compare_rounded(own, by_name)
         values |= {key: value for key, value in own.items() if key not in by_name}
     if absent := [name for name in by_name if ".deepspeed_experts." in name and name not in names]:
         text = f"no file of an expert has {some(absent)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from math import prod
 from operator import mul
 from typing import Any
@@ -26,7 +27,8 @@ from ckpttool.text import size, some
 
 MIXED = "files of two saves are mixed"
 _BLOCK, _MOST_COMPARED = 1 << 20, 1 << 30  # bytes of tied parameters: opening a checkpoint is not reading it
-_COMPARED = 1 << 14  # elements: of those in bfloat16, a step of a low learning rate changes one in twenty
+# Elements, of all files and of each, and pieces: of those in bfloat16, a step of a low rate changes one in twenty.
+_COMPARED, _LEAST, _PIECES = 1 << 15, 1 << 8, 1 << 8
 
 
 class OpenDirectory:
@@ -98,6 +100,19 @@ class OpenDirectory:
 
         return identity.key(replaced(value, (TensorRef, StorageRef), described))
 
+    def check_distinct(self, pieces: Iterable[tuple[StateFile, list[TensorRef]]], what: str, world: int) -> None:
+        """Add a fault for two ranks of one stage whose pieces are the same, unless those are one number each."""
+        by_content: dict[tuple[int, str], StateFile] = {}
+        for file, refs in pieces:
+            other = by_content.setdefault((file.rank // world, self.content(refs, file)), file)
+            if other is not file and any(self._varies(file.place(ref), ref.dtype.itemsize) for ref in refs):
+                text = f"`{file.name}` has the same {what} as `{other.name}`, and each rank has its own"
+                self.fault(text, f"a file is there twice: {ONE_SAVE}", file=file.name, ranks=[other.rank, file.rank])
+
+    def _varies(self, extent: Extent, itemsize: int) -> bool:
+        data = self.read(extent, min(extent.nbytes, _LEAST * itemsize))
+        return data != data[:itemsize] * (len(data) // itemsize)
+
     def compare_stages(self, name: str, what: str, one: Rebuilt, other: Rebuilt) -> None:
         """Add a fault unless two stages of a pipeline have the same of a parameter that is tied."""
         nbytes = prod(one.shape) * one.dtype.itemsize
@@ -119,27 +134,39 @@ class OpenDirectory:
                 crc = crc32(self.read(block, min(_BLOCK, extent.nbytes - at)), crc)
         return crc
 
-    def compare_rounded(self, name: str, own: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
-        """Add a fault if a file of a layer, or of an expert, has other weights than the optimizer."""
-        if self.differs(own, by_name):
-            self.fault(f"`{name}` has other weights than the optimizer's, rounded", f"{MIXED}: {ONE_SAVE}", file=name)
-
-    def differs(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> bool:
-        """Return whether the first weights of the model states are not those of the optimizer, rounded."""
-        left = _COMPARED
-        for name, rebuilt in by_name.items():
-            value = module.get(name)
+    def compare_rounded(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt], why: str = "") -> None:
+        """Add a fault if model states, or a file of a layer or of an expert, have other weights than the optimizer: the
+        first ones of each file are compared. `why` says more of it."""
+        names = [name for name in module if name in by_name]
+        count = len(self.states) or len(names)
+        left = defaultdict[int, list[int]](lambda: [max(1, _PIECES // count), max(_LEAST, _COMPARED // count)])
+        done = 0
+        for name in names:
+            rebuilt, value = by_name[name], module[name]
             ref, file = value if isinstance(value, tuple) else (value, self.first)
             if not isinstance(ref, TensorRef) or ref.shape != rebuilt.shape or rebuilt.dtype.name != "float32":
                 continue
             there, strides = file.place(ref), row_major(ref.shape)
-            for offsets, _, here in rebuilt.chunks if there.plain else ():
-                n = min(here.nbytes // 4, left)
+            for offsets, _, here in rebuilt.chunks if there.plain and done < count else ():
+                pieces, elements = left[here.file]
+                n = min(here.nbytes // 4, elements)
+                if not pieces or not n:
+                    continue
                 begin, nbytes = sum(map(mul, offsets, strides)) * ref.dtype.itemsize, n * ref.dtype.itemsize
                 masters = rounded(self.read(here, 4 * n), ref.dtype.name)
                 if masters is not None and masters != self.read(there._replace(offset=there.offset + begin), nbytes):
-                    return True
-                left -= n
-            if not left:
-                break
-        return False
+                    other = self.catalogue.files[here.file].name
+                    text = f"`{name}` in `{file.name}` is not that of `{other}`, rounded{why}"
+                    self.fault(text, f"{MIXED}: {ONE_SAVE}", files=[file.name, other], tensor=name)
+                    return
+                left[here.file] = [pieces - 1, elements - n]
+                done += pieces == 1 or elements == n
+
+    def compare_same(self, name: str, one: Rebuilt, other: Rebuilt) -> None:
+        """Add a fault if two files do not begin with the same elements of a parameter."""
+        (_, _, here), (_, _, there) = one.chunks[0], other.chunks[0]
+        nbytes = min(here.nbytes, there.nbytes, 4 * _LEAST)
+        if one.dtype != other.dtype or self.read(here, nbytes) != self.read(there, nbytes):
+            files = [self.catalogue.files[extent.file].name for extent in (here, there)]
+            text = f"`{files[0]}` is not what `{files[1]}` has of `{name}`"
+            self.fault(text, f"{MIXED}: {ONE_SAVE}", files=files, tensor=name)

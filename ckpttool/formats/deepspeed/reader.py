@@ -149,6 +149,11 @@ class _ZeroOpening(OpenDirectory):
         """Whether ZeRO 1 and 2 have the parameters of a group in another order than the optimizer."""
         return _zero_config(self.first).get("round_robin_gradients") is True
 
+    @property
+    def _is_without_shapes(self) -> bool:
+        """Whether the model states do not have the shapes of whole parameters: ZeRO 3, and tensor parallelism."""
+        return self.members.partitioned or self.members.universal
+
     def _optimizer_of(self, file: StateFile) -> dict[str, Any]:
         state = file.tree.get("optimizer_state_dict")
         if not isinstance(state, dict):
@@ -180,6 +185,8 @@ class _ZeroOpening(OpenDirectory):
                     if known is not rebuilt:
                         what = kind or f"the weights of group {group.partition.number}"
                         self.compare_stages(name, what, known, rebuilt)
+            pieces = {r: [ref for g in groups for ref in g.weights.get(r, ())] for r in states}
+            self.check_distinct(((self.states[rank], refs) for rank, refs in pieces.items()), "weights", world)
             self.catalogue.facts["partitions"] = zero_states.described(groups)
         self._add_model(by_name, world)
         if states:
@@ -219,13 +226,19 @@ class _ZeroOpening(OpenDirectory):
         places = [_place(module[name], name) for name in by_name if name in module]
         named = any("shared_params" in one.tree for one in self.weights) or len({*places}) < len(places)
         experts = layers.of_experts(self, by_name)
-        self._compare_steps(module, by_name)
+        self._compare_saves(module, by_name)
         for name, value in [*module.items(), *((n, None) for n in by_name if n not in module), *experts.items()]:
             path = (MODEL, name)
             place = name if named and self.members.partitioned else _place(value, name)
             owner = shared.get(name, first.setdefault(place, name))
             rebuilt = next((found[n] for n in (name, owner) for found in (by_name, frozen) if n in found), None)
             if rebuilt is not None:
+                held = value[0] if isinstance(value, tuple) else value
+                if isinstance(held, TensorRef) and held.shape != rebuilt.shape and not self._is_without_shapes:
+                    text = (
+                        f"`{name}` has {list(held.shape)} in the model states, but `param_shapes` {list(rebuilt.shape)}"
+                    )
+                    self.fault(text, tensor=name, found=list(held.shape), expected=list(rebuilt.shape))
                 self.catalogue.add(Tensor(path, rebuilt.dtype, rebuilt.shape, rebuilt.chunks))
             elif self.members.partitioned and _is_placeholder(value, name, file):
                 text = f"no file has the elements of `{name}`: `param_shapes` and `frozen_param_shapes` do not name it"
@@ -247,34 +260,43 @@ class _ZeroOpening(OpenDirectory):
         if not self.members.partitioned:
             shapes = {}  # they are whole in `module`, too
         by_rank = {file.rank: file for file in self.weights}
+        own: dict[int, list[TensorRef]] = {}
         for name, shape in shapes.items():
             part, refs = -(-prod(shape) // world), []
             for file in self.weights:
                 ref = as_dict(file.tree.get("frozen_param_fragments")).get(name)
                 if not isinstance(ref, TensorRef) or not is_line(ref):
                     raise CorruptError(f"`{file.name}` has no fragment of the frozen `{name}`", file=file.name)
-                own = max(0, min(part, prod(shape) - file.rank * part))
-                refs.append((file.rank, _beginning(ref, own)))
-            pieces: tuple[FlatPiece, ...] = lined_up(refs)
+                refs.append((file.rank, _beginning(ref, max(0, min(part, prod(shape) - file.rank * part)))))
+                own.setdefault(file.rank, []).append(refs[-1][1])
+            lined: tuple[FlatPiece, ...] = lined_up(refs)
             place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
-            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], pieces, place, self._columns)
+            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], lined, place, self._columns)
+        self.check_distinct(((by_rank[rank], refs) for rank, refs in own.items()), "frozen parameters", world)
 
-    def _compare_steps(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
-        """Add a fault if the model states are of another step than the optimizer. One that a run did not load has taken
-        other steps, too; but then the weights in 16 bits are those of the optimizer, rounded."""
+    def _compare_saves(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
+        """Add a fault if the model states are of another save than the optimizer. One that a run did not load counts
+        other steps, too; but then the weights in 16 bits, which ZeRO 3 does not have, are those of the optimizer."""
         file, own = self.first, next(iter(self.states.values()), None)
         counted, skipped = file.tree.get("global_steps"), file.tree.get("skipped_steps")
-        if own is None or self.members.universal or type(counted) is not int or type(skipped) is not int:
-            return
-        state = own.tree["optimizer_state_dict"]
-        taken = of_group(state, 0).get("step", state.get("base_optimizer_state_step"))
-        if isinstance(taken, TensorRef) and (taken.dtype.name, taken.shape) == ("float32", ()):
-            (taken,) = struct.unpack("<f", self.read(own.place(taken), 4))
-        if type(taken) not in (int, float) or taken == counted - skipped or not self.differs(module, by_name):
-            return
-        text = f"`{file.name}` is of step {counted - skipped}, and the optimizer in `{own.name}` of step {taken:.0f}"
-        hint = "files of two saves are mixed, and the weights of both differ: take all from one"
-        self.fault(text, hint, files=[file.name, own.name])
+        why, taken, name = "", None, ""
+        if own is not None and own.rank == file.rank:
+            for key in ("ds_config", "ds_version"):
+                both = [one.tree[key] for one in (file, own) if one.tree.get(key)]
+                if len(both) == 2 and self.content(both[0], file) != self.content(both[1], own):
+                    self.fault(f"`{file.name}` and `{own.name}` have another `{key}`", f"{MIXED}: {ONE_SAVE}")
+            state, name = own.tree["optimizer_state_dict"], own.name
+            taken = of_group(state, 0).get("step", state.get("base_optimizer_state_step"))
+            if isinstance(taken, TensorRef) and (taken.dtype.name, taken.shape) == ("float32", ()):
+                (taken,) = struct.unpack("<f", self.read(own.place(taken), 4))
+        if type(counted) is type(skipped) is int and type(taken) in (int, float) and taken != counted - skipped:
+            why = f": one is of step {counted - skipped}, the other of step {taken:.0f}"
+            if self.members.partitioned:
+                text = f"`{file.name}` is of step {counted - skipped}, and the optimizer in `{name}` of step"
+                text = f"{text} {taken:.0f}: either the run has not loaded its optimizer, or two saves are mixed"
+                self.warn("not-compared", text)
+        if not self.members.layers:  # whose files are compared one by one
+            self.compare_rounded(module, by_name, why)
 
     def _compare_buffer(self, name: str, value: Any) -> None:
         """Add a fault for a buffer of which the ranks of ZeRO 3 have different elements."""
