@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Chunks, Extent, Record, RecordColumn
+from ckpttool.catalogue.entries import Chunks, Extent, Record, RecordColumn, Tensor
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import TensorRef
 
@@ -148,6 +149,33 @@ def rebuild(
                 ranges.append((low - begin, high - begin))
                 places.append(place(piece.rank, ref))
         yield name, Rebuilt(dtype, shape, columns.chunks(columns.cut(dtype, shape, ranges), places))
+
+
+@dataclass
+class PlacedPieces:
+    """The chunks of a tensor, as its elements get their places in flat ones; `done` are placed."""
+
+    offsets: list[Ints] = field(default_factory=list)
+    sizes: list[Ints] = field(default_factory=list)
+    file: array[int] = field(default_factory=lambda: array("l"))
+    offset: array[int] = field(default_factory=lambda: array("q"))
+    nbytes: array[int] = field(default_factory=lambda: array("q"))
+    done: int = 0
+
+    def add(self, tensor: Tensor, numel: int, file: int, offset: int) -> Iterator[tuple[int, int]]:
+        """Add the next elements, which begin at an offset of a file; yield the offset and the length of each box."""
+        itemsize = tensor.dtype.itemsize
+        for (begin, sizes), at in boxes.flat_range(tensor.shape, self.done, self.done + numel):
+            self.offsets.append(begin)
+            self.sizes.append(sizes)
+            self.file.append(file)
+            self.offset.append(offset + at * itemsize)
+            self.nbytes.append(prod(sizes) * itemsize)
+            yield self.offset[-1], self.nbytes[-1]
+        self.done += numel
+
+    def chunks(self) -> Chunks:
+        return Chunks.from_columns(self.offsets, self.sizes, self.file, self.offset, self.nbytes, are_records=True)
 
 
 def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[FlatPiece, ...]:

@@ -10,7 +10,7 @@ stages have, tied, has the same state in both, and may be in a layer of either.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
@@ -21,9 +21,9 @@ _OF_ELEMENTS = ("exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "sum")
 """Kinds of state that have the shape of the parameter."""
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """What a stage trains: the shapes of its parameters with a key of each one's state, how many more there are without
-    state, and which layers are known to be its own: `Stage([((5, 5), "..."), ...], 0, {3})`."""
+    state, and which layers are known to be its own: `PipelineStage([((5, 5), "..."), ...], 0, {3})`."""
 
     trained: Sequence[tuple[Ints, Hashable]]
     stateless: int
@@ -37,21 +37,23 @@ class Lack(NamedTuple):
     shapes: list[Ints]
 
 
-def trained(optimizer: Any) -> tuple[dict[Any, Ints], int]:
-    """Return the shape of each parameter that an optimizer has state of, by its number, and how many others it has."""
-    state = as_dict(as_dict(optimizer).get("state"))
-    shapes: dict[Any, Ints] = {}
-    for number, own in state.items():
+def stage_of(optimizer: Any, layers: set[int], key_of: Callable[[Any], Hashable] | None) -> PipelineStage:
+    """Return what an optimizer trains, and which of `layers` are known to be of its stage. `key_of` is what is the same
+    of equal state; without it, as of flat groups, nothing is known of shapes."""
+    inner = as_dict(as_dict(optimizer).get("optimizer_state_dict", optimizer))
+    groups = inner.get("param_groups")
+    if key_of is None or not isinstance(groups, list) or "fp32_groups_flat" in optimizer:
+        return PipelineStage([], 0, layers)
+    state, keyed = as_dict(inner.get("state")), []
+    for own in state.values():
         kinds = (as_dict(own).get(kind) for kind in _OF_ELEMENTS)
         if (ref := next((one for one in kinds if isinstance(one, TensorRef)), None)) is not None:
-            shapes[number] = ref.shape
-    groups = as_dict(optimizer).get("param_groups")
-    counted = [as_dict(group).get("params") for group in (groups if isinstance(groups, list) else [])]
-    numbers = [number for own in counted if isinstance(own, list) for number in own]
-    return shapes, sum(number not in shapes for number in numbers)
+            keyed.append((ref.shape, key_of(own)))
+    counted = [as_dict(group).get("params") for group in groups]
+    return PipelineStage(keyed, sum(len(own) for own in counted if isinstance(own, list)) - len(keyed), layers)
 
 
-def lacking(layers: Mapping[int, Sequence[Ints]], stages: Sequence[Stage]) -> Lack | None:
+def lacking(layers: Mapping[int, Sequence[Ints]], stages: Sequence[PipelineStage]) -> Lack | None:
     """Return what the layers do not have, whichever follow each other are those of a stage; None if it may be all."""
     having = Counter(key for stage in stages for key in {key for _, key in stage.trained})
     every = Counter(shape for shapes in layers.values() for shape in shapes)

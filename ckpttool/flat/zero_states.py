@@ -12,18 +12,26 @@ from math import isnan, prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.shown import shown
+from ckpttool.catalogue.flatten import replaced
+from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.flat import zero_partitions as partitions
 from ckpttool.flat.pieces import PieceColumns, Place, Rebuilt, is_line
 from ckpttool.flat.zero_partitions import Line, Partition
-from ckpttool.serialization.torch_pickle import TensorRef
+from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.text import plural, rank_ranges
 
 ONE_SAVE = "take all files from one save"
 NOT_READ = "convert it with DeepSpeed's own `zero_to_fp32.py` or `ds_to_universal.py`, and name what they write"
 _OFFLOADED = "save with `offload_optimizer` on the CPU, or off"
+OF_OPTIMIZER = {
+    "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
+    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
+    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info", "param_groups", "step",
+}  # fmt: skip
+_AFFINE_VERSION = 1
+UNIVERSAL_VERSION = 0.4
 
 
 class ZeroState(NamedTuple):
@@ -157,6 +165,33 @@ def check_counts(state: ZeroState, world: int) -> None:
         raise CorruptError(f"`{file}`: partitions of {shown(count)} ranks, of {world}", hint=ONE_SAVE, file=file)
 
 
+def check_state(state: ZeroState, world: int) -> None:
+    """Raise ReadError for what the optimizer of a rank has that this reader does not know."""
+    check_versions(state.tree.get("universal_checkpoint_info"), state.file)
+    check_counts(state, world)
+    for key, value in state.tree.items():
+        if key not in OF_OPTIMIZER and _holds_tensor(value):
+            text = f"`{state.file}`: `{spelt(key)}`, optimizer state in a form that is not read"
+            raise ReadError(text, hint=NOT_READ, file=state.file, found=spelt(key))
+
+
+def check_versions(info: Any, name: str) -> None:
+    """Raise ReadError for a description of the layout that is newer than what is known."""
+    affine, layout = as_dict(as_dict(info).get("affine_map")), as_dict(info).get("universal_checkpoint_version")
+    for what, version, known in (
+        ("affine_map", affine.get("version"), _AFFINE_VERSION), ("universal_checkpoint_info", layout, UNIVERSAL_VERSION)
+    ):  # fmt: skip
+        if isinstance(version, (int, float)) and version > known:
+            text = f"`{name}`: `{what}` of version {version}, newer than {known}, which is read"
+            raise ReadError(text, hint=NOT_READ, file=name, found=version, expected=known)
+
+
+def _holds_tensor(value: Any) -> bool:
+    found: list[bool] = []
+    replaced(value, (TensorRef, StorageRef), lambda ref, _: found.append(True))
+    return bool(found)
+
+
 # The trees ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +225,14 @@ def names_of(group: Mapping[str, Any], shapes: list[dict[str, Ints]], file: str)
     return [name for number in numbers for name in shapes[number]]
 
 
+def check_groups(groups: list[Any], shapes: list[dict[str, Ints]], file: str) -> None:
+    """Raise CorruptError for flat groups that no group of the optimizer inside has, or two have."""
+    numbers = [number for group in groups for number in as_dict(group).get("params") or ()]
+    if sorted(numbers) != [*range(len(shapes))]:
+        text = f"`{file}`: `param_groups` have the groups {shown(numbers)}, but `param_shapes` {len(shapes)}"
+        raise CorruptError(text, hint=ONE_SAVE, file=file)
+
+
 def shapes_of(tree: Mapping[str, Any], file: str) -> list[dict[str, Ints]]:
     """Return the names and shapes of each group, in the order of the flat group. Before 2021-10 it was one dict."""
     value = tree.get("param_shapes")
@@ -214,13 +257,14 @@ def merged(groups: Iterable[tuple[int, dict[str, Ints]]]) -> list[dict[str, Ints
     return every
 
 
-def is_cut(shape: Ints, parts: Collection[Ints]) -> bool:
-    """Return whether tensors of these shapes may be what tensor parallelism has cut one of `shape` into; a vocabulary
-    may have had padding."""
+def is_cut(shape: Ints, parts: Collection[Ints], *, padded: bool = False) -> bool:
+    """Return whether tensors of these shapes may be what tensor parallelism has cut one of `shape` into, with padding
+    behind the last if it is `padded`, as a vocabulary may be."""
     if any(len(part) != len(shape) for part in parts):
         return False
     dims = [d for d in range(len(shape)) if any(part[d] != shape[d] for part in parts)]
-    return not dims or (len(dims) == 1 and shape[dims[0]] <= sum(part[dims[0]] for part in parts))
+    numel = sum(part[dims[0]] for part in parts) if len(dims) == 1 else -1
+    return not dims or shape[dims[0]] == numel or (padded and shape[dims[0]] < numel)
 
 
 def rounded(data: bytes, dtype: str) -> bytes | None:
@@ -239,3 +283,16 @@ def rounded(data: bytes, dtype: str) -> bytes | None:
         except OverflowError:
             return None
     return data if dtype == "float32" else None
+
+
+def with_masters(inner: dict[str, Any], masters: Any, file: str) -> dict[str, Any] | None:
+    """Return the state of an optimizer of fp16 without ZeRO with the float32 weights as state of each parameter; None
+    for flat ones."""
+    if not isinstance(masters, list):
+        return None
+    ids = [key for group in inner.get("param_groups", ()) for key in as_dict(group).get("params", ())]
+    lines = [ref for group in masters if isinstance(group, list) for ref in group]
+    if len(ids) != len(lines):
+        raise CorruptError(f"`{file}`: {len(lines)} float32 weights of {len(ids)} parameters", file=file)
+    own = {key: {"fp32": ref} for key, ref in zip(ids, lines, strict=True)}
+    return {**inner, "state": {k: {**as_dict(v), **own.get(k, {})} for k, v in as_dict(inner.get("state")).items()}}

@@ -23,8 +23,9 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Object, Part, Path, Tensor
 from ckpttool.catalogue.values import Link, TorchSize, stub_type
 from ckpttool.errors import LossError
+from ckpttool.flat.zero_states import UNIVERSAL_VERSION
 from ckpttool.formats.deepspeed.members import FILES, UNIVERSAL
-from ckpttool.formats.deepspeed.reader import LAYOUT, UNIVERSAL_VERSION
+from ckpttool.formats.deepspeed.reader import LAYOUT
 from ckpttool.formats.deepspeed.writer import VERSION
 from ckpttool.producers import zero
 from ckpttool.producers.components import Constant, Pattern, Producer, WritableLayout

@@ -76,7 +76,7 @@ def universal_tensor_parallel(folder: Path) -> Path:
 
         def by(tree: Any, rank: int = rank) -> None:
             tree["checkpoint_parallel_dimensions"] = {"pp_degree": 1, "tp_degree": 2}
-            tree["module"] = {"seen": module["seen"]}
+            tree["module"] = {name: module[name] for name in ("seen", "frozen")}
             for group in tree["param_shapes"]:
                 group.update((name, torch.Size(CUT[name][rank])) for name in group if name in CUT)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import ReadError
 from ckpttool.flat import pipeline_stages
 from ckpttool.flat.pieces import Rebuilt
-from ckpttool.flat.pipeline_stages import Stage
-from ckpttool.flat.zero_states import as_dict
 from ckpttool.formats.deepspeed import members
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.formats.deepspeed.open_directory import OpenDirectory
@@ -71,14 +70,10 @@ def _check_stages(opened: OpenDirectory, values: Values, buffers: set[str]) -> N
             layers.setdefault(int(name.partition(".")[0]), []).append(value.shape)
     stages = []
     for file in opened.weights:
-        optimizer = as_dict(file.tree.get("optimizer"))
-        inner = as_dict(optimizer.get("optimizer_state_dict", optimizer))
-        shapes, stateless = pipeline_stages.trained(inner)
-        if "fp32_groups_flat" in optimizer or not file.loaded.root:  # flat, or of a file without checksums
-            shapes, stateless = {}, 0
-        keyed = [(shape, opened.content(inner["state"][number], file)) for number, shape in shapes.items()]
         own = {name.partition(".")[0] for name in file.tree.get("buffer_names") or ()}
-        stages.append(Stage(keyed, stateless, {int(layer) for layer in own if layer.isdecimal()} & present.keys()))
+        numbers = {int(layer) for layer in own if layer.isdecimal()} & present.keys()
+        key_of = partial(opened.content, file=file) if file.loaded.root else None  # a stream has no checksums
+        stages.append(pipeline_stages.stage_of(file.tree.get("optimizer"), numbers, key_of))
     if (lack := pipeline_stages.lacking(layers, stages)) is not None:
         last = max(present)
         absent = [n for n in range(last + 2) if n not in present]

@@ -12,6 +12,7 @@ from ckpttool.catalogue import identity
 from ckpttool.catalogue.boxes import row_major
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Tensor
 from ckpttool.catalogue.flatten import flatten, replaced
+from ckpttool.catalogue.shown import spelt
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.flat.pieces import Rebuilt
@@ -138,13 +139,18 @@ class OpenDirectory:
         """Add a fault if model states, or a file of a layer or of an expert, have other weights than the optimizer: the
         first ones of each file are compared. `why` says more of it."""
         names = [name for name in module if name in by_name]
-        count = len(self.states) or len(names)
+        count = len(names) if self.members.universal else len(self.states)
         left = defaultdict[int, list[int]](lambda: [max(1, _PIECES // count), max(_LEAST, _COMPARED // count)])
         done = 0
         for name in names:
             rebuilt, value = by_name[name], module[name]
             ref, file = value if isinstance(value, tuple) else (value, self.first)
-            if not isinstance(ref, TensorRef) or ref.shape != rebuilt.shape or rebuilt.dtype.name != "float32":
+            if not isinstance(ref, TensorRef) or (ref.shape == rebuilt.shape and rebuilt.dtype.name != "float32"):
+                continue
+            if ref.shape != rebuilt.shape:
+                if not (self.members.partitioned or self.members.universal):  # whose shapes are not those of parameters
+                    text = f"`{spelt(name)}` in `{file.name}` has {list(ref.shape)}, but `param_shapes`"
+                    self.fault(f"{text} {list(rebuilt.shape)}", file=file.name, tensor=spelt(name))
                 continue
             there, strides = file.place(ref), row_major(ref.shape)
             for offsets, _, here in rebuilt.chunks if there.plain and done < count else ():
@@ -156,8 +162,8 @@ class OpenDirectory:
                 masters = rounded(self.read(here, 4 * n), ref.dtype.name)
                 if masters is not None and masters != self.read(there._replace(offset=there.offset + begin), nbytes):
                     other = self.catalogue.files[here.file].name
-                    text = f"`{name}` in `{file.name}` is not that of `{other}`, rounded{why}"
-                    self.fault(text, f"{MIXED}: {ONE_SAVE}", files=[file.name, other], tensor=name)
+                    text = f"`{spelt(name)}` in `{file.name}` is not that of `{other}`, rounded{why}"
+                    self.fault(text, f"{MIXED}: {ONE_SAVE}", files=[file.name, other], tensor=spelt(name))
                     return
                 left[here.file] = [pieces - 1, elements - n]
                 done += pieces == 1 or elements == n

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Container, Extent, Path, Tensor, dotted
-from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.flat import zero_partitions as partitions
 from ckpttool.flat import zero_states
-from ckpttool.flat.pieces import FlatPiece, Parameter, PieceColumns, Rebuilt, is_line, lined_up, rebuild
-from ckpttool.flat.zero_states import NOT_READ, ONE_SAVE, ZeroState, as_dict, of_group, shapes_of
+from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line
+from ckpttool.flat.zero_states import (
+    NOT_READ,
+    OF_OPTIMIZER,
+    ONE_SAVE,
+    ZeroState,
+    as_dict,
+    check_state,
+    check_versions,
+    of_group,
+    shapes_of,
+)
 from ckpttool.formats.deepspeed import layers, members, universal
 from ckpttool.formats.deepspeed.members import StateFile
 from ckpttool.formats.deepspeed.open_directory import MIXED, OpenDirectory
 from ckpttool.serialization import unpickler
-from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.serialization.torch_pickle import TensorRef
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural, some
@@ -35,13 +42,6 @@ LAYOUT = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments",
 }  # fmt: skip
-_OF_OPTIMIZER = {
-    "zero_stage", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
-    "base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
-    "optimizer_state_dict", "loss_scaler", "ds_version", "universal_checkpoint_info", "param_groups", "step",
-}  # fmt: skip
-_AFFINE_VERSION = 1
-UNIVERSAL_VERSION = 0.4
 
 
 def open(location: Location, options: OpenOptions = NO_HINTS) -> Source:
@@ -93,7 +93,7 @@ class _ZeroOpening(OpenDirectory):
         catalogue, first, world = self.catalogue, self.first.tree, self._world
         catalogue.faults += self.members.faults
         stages = self._stages(first)
-        _check_versions(first.get("universal_checkpoint_info"), self.first.name)
+        check_versions(first.get("universal_checkpoint_info"), self.first.name)
         if self.members.universal:
             stage = 3 if self.members.partitioned else 2
             catalogue.faults += self.members.check_world(world, stages)
@@ -149,11 +149,6 @@ class _ZeroOpening(OpenDirectory):
         """Whether ZeRO 1 and 2 have the parameters of a group in another order than the optimizer."""
         return _zero_config(self.first).get("round_robin_gradients") is True
 
-    @property
-    def _is_without_shapes(self) -> bool:
-        """Whether the model states do not have the shapes of whole parameters: ZeRO 3, and tensor parallelism."""
-        return self.members.partitioned or self.members.universal
-
     def _optimizer_of(self, file: StateFile) -> dict[str, Any]:
         state = file.tree.get("optimizer_state_dict")
         if not isinstance(state, dict):
@@ -166,7 +161,7 @@ class _ZeroOpening(OpenDirectory):
         states = {rank: ZeroState(file.name, self._optimizer_of(file)) for rank, file in self.states.items()}
         shapes = shapes_of(self.first.tree, self.first.name)
         for state in states.values():
-            _check_state(state, world)
+            check_state(state, world)
         by_name: dict[str, Rebuilt] = {}
         moments: dict[str, dict[str, Any]] = {}
         if states:
@@ -200,9 +195,10 @@ class _ZeroOpening(OpenDirectory):
     def _read_universal(self, world: int) -> None:
         folders = universal.read(self)
         self._files_of_steps = folders.files
-        self._add_model(folders.weights, world)
         if folders.common is not None:
             self.states = {0: folders.common}
+        self._add_model(folders.weights, world)
+        if folders.common is not None:
             self._add_optimizer({0: folders.common.tree}, folders.shapes, folders.states)
 
     # Model ----------------------------------------------------------------------------------------------------------
@@ -233,18 +229,10 @@ class _ZeroOpening(OpenDirectory):
             owner = shared.get(name, first.setdefault(place, name))
             rebuilt = next((found[n] for n in (name, owner) for found in (by_name, frozen) if n in found), None)
             if rebuilt is not None:
-                held = value[0] if isinstance(value, tuple) else value
-                if isinstance(held, TensorRef) and held.shape != rebuilt.shape and not self._is_without_shapes:
-                    text = (
-                        f"`{name}` has {list(held.shape)} in the model states, but `param_shapes` {list(rebuilt.shape)}"
-                    )
-                    self.fault(text, tensor=name, found=list(held.shape), expected=list(rebuilt.shape))
                 self.catalogue.add(Tensor(path, rebuilt.dtype, rebuilt.shape, rebuilt.chunks))
             elif self.members.partitioned and _is_placeholder(value, name, file):
                 text = f"no file has the elements of `{name}`: `param_shapes` and `frozen_param_shapes` do not name it"
-                hint = (
-                    "it was saved without frozen parameters, or by an older DeepSpeed: convert with `zero_to_fp32.py`"
-                )
+                hint = "it was saved without what is frozen, or by an older DeepSpeed: convert with `zero_to_fp32.py`"
                 self.catalogue.add(Tensor(path, value.dtype, value.shape, Chunks()))
                 self.fault(text, hint, tensor=name, concerns=[dotted(path)])
             elif isinstance(value, tuple):
@@ -256,23 +244,22 @@ class _ZeroOpening(OpenDirectory):
 
     def _frozen(self, world: int) -> Iterator[tuple[str, Rebuilt]]:
         """Yield the frozen parameters that have fragments: whole ones of ZeRO 2, a piece of each rank of ZeRO 3."""
-        shapes = {k: tuple(v) for k, v in as_dict(self.first.tree.get("frozen_param_shapes")).items()}
-        if not self.members.partitioned:
-            shapes = {}  # they are whole in `module`, too
+        shapes = as_dict(self.first.tree.get("frozen_param_shapes")) if self.members.partitioned else {}  # or whole
         by_rank = {file.rank: file for file in self.weights}
-        own: dict[int, list[TensorRef]] = {}
+        place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
+        pieces: dict[int, list[TensorRef]] = {}
         for name, shape in shapes.items():
-            part, refs = -(-prod(shape) // world), []
-            for file in self.weights:
-                ref = as_dict(file.tree.get("frozen_param_fragments")).get(name)
-                if not isinstance(ref, TensorRef) or not is_line(ref):
-                    raise CorruptError(f"`{file.name}` has no fragment of the frozen `{name}`", file=file.name)
-                refs.append((file.rank, _beginning(ref, max(0, min(part, prod(shape) - file.rank * part)))))
-                own.setdefault(file.rank, []).append(refs[-1][1])
-            lined: tuple[FlatPiece, ...] = lined_up(refs)
-            place: Callable[[int, TensorRef], Extent] = lambda rank, ref: by_rank[rank].place(ref)  # noqa: E731
-            yield from rebuild(refs[0][1].dtype, [Parameter(name, shape)], lined, place, self._columns)
-        self.check_distinct(((by_rank[rank], refs) for rank, refs in own.items()), "frozen parameters", world)
+            (one,) = partitions.divided([{name: tuple(shape)}], [*by_rank], world)
+            own: dict[int, Any] = {
+                rank: as_dict(f.tree.get("frozen_param_fragments")).get(name) for rank, f in by_rank.items()
+            }
+            if absent := [by_rank[rank].name for rank, ref in own.items() if not is_line(ref)]:
+                raise CorruptError(f"`{absent[0]}` has no fragment of the frozen `{name}`", file=absent[0])
+            for rank, *_ in one.slices[name]:
+                pieces.setdefault(rank, []).append(own[rank])
+            lines = {rank: [ref] for rank, ref in own.items()}
+            yield from one.parameters(lines, place, "the frozen weights", self._columns, whole=False)
+        self.check_distinct(((by_rank[rank], refs) for rank, refs in pieces.items()), "frozen parameters", world)
 
     def _compare_saves(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
         """Add a fault if the model states are of another save than the optimizer. One that a run did not load counts
@@ -281,11 +268,11 @@ class _ZeroOpening(OpenDirectory):
         counted, skipped = file.tree.get("global_steps"), file.tree.get("skipped_steps")
         why, taken, name = "", None, ""
         if own is not None and own.rank == file.rank:
-            for key in ("ds_config", "ds_version"):
+            for key in () if self.members.universal else ("ds_config", "ds_version"):
                 both = [one.tree[key] for one in (file, own) if one.tree.get(key)]
                 if len(both) == 2 and self.content(both[0], file) != self.content(both[1], own):
                     self.fault(f"`{file.name}` and `{own.name}` have another `{key}`", f"{MIXED}: {ONE_SAVE}")
-            state, name = own.tree["optimizer_state_dict"], own.name
+            state, name = own.tree if self.members.universal else self._optimizer_of(own), own.name
             taken = of_group(state, 0).get("step", state.get("base_optimizer_state_step"))
             if isinstance(taken, TensorRef) and (taken.dtype.name, taken.shape) == ("float32", ()):
                 (taken,) = struct.unpack("<f", self.read(own.place(taken), 4))
@@ -297,6 +284,9 @@ class _ZeroOpening(OpenDirectory):
                 self.warn("not-compared", text)
         if not self.members.layers:  # whose files are compared one by one
             self.compare_rounded(module, by_name, why)
+            absent = [name for name in by_name if name not in module and ".deepspeed_experts." not in name]
+            if absent and not self.members.universal:
+                self.warn("not-compared", f"`{file.name}` has no {some(absent)}, which the optimizer trains")
 
     def _compare_buffer(self, name: str, value: Any) -> None:
         """Add a fault for a buffer of which the ranks of ZeRO 3 have different elements."""
@@ -331,10 +321,13 @@ class _ZeroOpening(OpenDirectory):
                         self.add_tree(value, path, self._files_of_steps.get((name, key), self.states[rank]))
             self._compare_shared(states, number)
         groups = states[rank].get("param_groups", zero_states.base(states[rank]).get("param_groups"))
+        if not isinstance(groups, list) and self.members.universal:
+            raise CorruptError(f"`{self.states[rank].name}` has no `param_groups`", hint=ONE_SAVE)
         if not isinstance(groups, list):
             groups = [{"params": [number]} for number in range(len(shapes))]
             text = "an elastic checkpoint has no `param_groups`: learning rates and the like are those of the script"
             self.warn("missing-part", text)
+        zero_states.check_groups(groups, shapes, self.states[rank].name)
         named = [
             {**as_dict(group), "params": zero_states.names_of(as_dict(group), shapes, self.states[rank].name)}
             for group in groups
@@ -366,7 +359,7 @@ class _ZeroOpening(OpenDirectory):
                 fields = as_dict(value.state[0]) if value.state else {}
                 self.add_tree({"class": stub_name(value), **fields}, ("loss_scaler",), self.states[rank])
                 self._same({r: s.get(key) for r, s in states.items()}, "loss scaler")
-            elif key not in _OF_OPTIMIZER:
+            elif key not in OF_OPTIMIZER:
                 self.add_tree(_plain(value), ("zero", key), self.states[rank])
                 self._same({r: s.get(key) for r, s in states.items()}, f"`{spelt(key)}`")
 
@@ -386,39 +379,20 @@ class _ZeroOpening(OpenDirectory):
         if state is None:
             text = "no optimizer state: DeepSpeed before 0.18.5 saves none of bfloat16 without ZeRO"
             if stage := _zero_config(file).get("stage"):
-                text = (
-                    f"no `*_optim_states.pt` of ZeRO-{shown(stage)}: the weights are those in 16 bits, and no optimizer"
-                )
+                text = f"no `*_optim_states.pt` of ZeRO-{shown(stage)}: the weights are those in 16 bits, no optimizer"
             self.warn("missing-part", text)
             return
         inner = as_dict(state).get("optimizer_state_dict")
         if any("worker_error" in as_dict(own) for own in as_dict(as_dict(inner or state).get("state")).values()):
-            text = (
-                f"`{file.name}`: `worker_error` of a 1-bit optimizer, of which each rank has its own, and one is there"
-            )
+            text = f"`{file.name}`: `worker_error` of a 1-bit optimizer: each rank has its own, and one is there"
             self.fault(text, "leave the optimizer out: `--drop optimizer`", concerns=[OPTIMIZER])
         if not isinstance(inner, dict):
             self.add_tree(state, (OPTIMIZER,), file)
             return
-        masters = as_dict(state).get("fp32_groups")
-        if not isinstance(masters, list):
+        if (whole := zero_states.with_masters(inner, as_dict(state).get("fp32_groups"), file.name)) is None:
             text = "the optimizer of fp16 without ZeRO has flat groups, and no names of what is in them"
-            hint = "leave it out: `--drop optimizer`"
-            self.fault(text, hint, concerns=[OPTIMIZER])
-        else:
-            # The float32 weights are state of each parameter like any other.
-            ids = [key for group in inner.get("param_groups", ()) for key in as_dict(group).get("params", ())]
-            lines = [ref for group in masters if isinstance(group, list) for ref in group]
-            of_ids = {key: {"fp32": ref} for key, ref in zip(ids, lines, strict=False)}
-            if len(ids) != len(lines):
-                raise CorruptError(
-                    f"`{file.name}`: {len(lines)} float32 weights of {len(ids)} parameters", file=file.name
-                )
-            inner = {
-                **inner,
-                "state": {k: {**as_dict(v), **of_ids.get(k, {})} for k, v in as_dict(inner.get("state")).items()},
-            }
-        self.add_tree(inner, (OPTIMIZER,), file)
+            self.fault(text, "leave it out: `--drop optimizer`", concerns=[OPTIMIZER])
+        self.add_tree(whole or inner, (OPTIMIZER,), file)
         rest = {k: v for k, v in as_dict(state).items() if k not in ("optimizer_state_dict", "fp32_groups")}
         self.add_tree(rest, ("loss_scaler",), file)
 
@@ -459,41 +433,10 @@ def _place(value: Any, name: str) -> Hashable:
     return (value.storage.key, value.offset, value.shape, value.strides) if isinstance(value, TensorRef) else name
 
 
-def _holds_tensor(value: Any) -> bool:
-    found: list[bool] = []
-    replaced(value, (TensorRef, StorageRef), lambda ref, _: found.append(True))
-    return bool(found)
-
-
 def _is_placeholder(value: Any, name: str, file: StateFile) -> bool:
     """Return whether a tensor of `module` stands for a partitioned parameter; an empty buffer is itself."""
     return isinstance(value, TensorRef) and value.shape == (0,) and name not in (file.tree.get("buffer_names") or ())
 
 
-def _beginning(ref: TensorRef, numel: int) -> TensorRef:
-    return replace(ref, shape=(min(numel, ref.shape[0]),))
-
-
 def _zero_config(file: StateFile) -> dict[str, Any]:
     return as_dict(as_dict(file.tree.get("ds_config")).get("zero_optimization"))
-
-
-def _check_state(state: ZeroState, world: int) -> None:
-    """Raise ReadError for what the optimizer of a rank has that this reader does not know."""
-    _check_versions(state.tree.get("universal_checkpoint_info"), state.file)
-    zero_states.check_counts(state, world)
-    for key, value in state.tree.items():
-        if key not in _OF_OPTIMIZER and _holds_tensor(value):
-            text = f"`{state.file}`: `{spelt(key)}`, optimizer state in a form that is not read"
-            raise ReadError(text, hint=NOT_READ, file=state.file, found=spelt(key))
-
-
-def _check_versions(info: Any, name: str) -> None:
-    """Raise ReadError for a description of the layout that is newer than what is known."""
-    affine, layout = as_dict(as_dict(info).get("affine_map")), as_dict(info).get("universal_checkpoint_version")
-    for what, version, known in (
-        ("affine_map", affine.get("version"), _AFFINE_VERSION), ("universal_checkpoint_info", layout, UNIVERSAL_VERSION)
-    ):  # fmt: skip
-        if isinstance(version, (int, float)) and version > known:
-            text = f"`{name}`: `{what}` of version {version}, newer than {known}, which is read"
-            raise ReadError(text, hint=NOT_READ, file=name, found=version, expected=known)

@@ -9,8 +9,20 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.entries import Chunks
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.flat.pieces import Rebuilt, is_line
-from ckpttool.flat.zero_states import NOT_READ, ONE_SAVE, as_dict, is_cut, is_of_elements, merged, shapes_of
+from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line
+from ckpttool.flat.universal_parameters import odd_ones, unlike
+from ckpttool.flat.zero_states import (
+    NOT_READ,
+    ONE_SAVE,
+    ZeroState,
+    as_dict,
+    check_counts,
+    divided,
+    is_cut,
+    is_of_elements,
+    merged,
+    shapes_of,
+)
 from ckpttool.formats.deepspeed.members import UNIVERSAL, StateFile
 from ckpttool.formats.deepspeed.open_directory import OpenDirectory
 from ckpttool.serialization.torch_pickle import TensorRef
@@ -18,13 +30,15 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import some
 
 _COMMON = "optimizer_state.pt"
+_NAMES = ("module", "frozen_param_shapes", "shared_params")
 _COPY = "copy it from where the checkpoint was converted"
 
 
 @dataclass(slots=True)
 class Folders:
     """The parameters, by name: shapes in groups, weights, and the state with the files of what is no tensor in it.
-    `copies` are of what is not trained, and not read. `common` is what the optimizer has beside."""
+    `copies` are of what is not trained, and not read. `common` is what the optimizer has beside. A model of ckpttool's
+    `own` has no values."""
 
     shapes: list[dict[str, Ints]]
     weights: dict[str, Rebuilt] = field(default_factory=dict)
@@ -32,6 +46,7 @@ class Folders:
     files: dict[tuple[str, str], StateFile] = field(default_factory=dict)
     copies: list[str] = field(default_factory=list)
     common: StateFile | None = None
+    own: bool = False
 
 
 def read(opened: OpenDirectory) -> Folders:
@@ -47,6 +62,7 @@ def read(opened: OpenDirectory) -> Folders:
         shape_of.setdefault(name, []).append(shape)
         folders.states[name] = {}
     module = as_dict(opened.first.tree.get("module"))
+    folders.own = bool(module) and all(value is None for value in module.values())
     for entry in folder.entries():
         name = entry.name
         if not entry.is_dir:
@@ -59,6 +75,7 @@ def read(opened: OpenDirectory) -> Folders:
     _check(opened, folders)
     if _COMMON in folder.names():
         folders.common = opened.load(0, f"{UNIVERSAL}/{_COMMON}")
+        _check_first_rank(opened, folders, folders.common)
     elif any(folders.states.values()):
         text = f"`{folder / _COMMON}` is missing, of which the learning rates and the like are"
         raise CorruptError(text, hint=_COPY, file=folder / _COMMON)
@@ -73,13 +90,16 @@ def _read_files(opened: OpenDirectory, folder: Location, shapes: list[Ints], fol
     ranks."""
     parameter = folder.name
     state = folders.states.setdefault(parameter, {})
-    for name in folder.names():
+    for name in (names := folder.names()):
         stem, dot, suffix = name.rpartition(".")
         if (dot, suffix) != (".", "pt"):
             raise ReadError(f"`{folder / name}` is no file of a universal checkpoint", hint=NOT_READ)
         file = opened.load(0, f"{UNIVERSAL}/{parameter}/{name}", plain=True)
-        value = file.loaded.tree
-        experts = value.get("ep_num_experts") if isinstance(value, dict) else None  # a rank has fewer
+        value, saved = file.loaded.tree, f"{file.loaded.root}.pt"
+        if saved != name and saved in names:
+            opened.fault(f"`{file.name}` was saved as `{saved}`", file=file.name, tensor=parameter)
+        experts = as_dict(value).get("ep_num_experts")  # a rank has fewer
+        padded = as_dict(value).get("vocab_tensor") is True
         value = value.get("param") if isinstance(value, dict) else value
         if not is_of_elements(value) and stem != "fp32":
             state[stem], folders.files[parameter, stem] = value, file
@@ -87,8 +107,8 @@ def _read_files(opened: OpenDirectory, folder: Location, shapes: list[Ints], fol
         if not isinstance(value, TensorRef):
             raise CorruptError(f"`{folder / name}` has no tensor", hint=NOT_READ)
         own = [shape if experts is None else (experts, *shape[1:]) for shape in shapes]
-        if not is_cut(value.shape, own):
-            if not is_line(value) or prod(value.shape) != prod(own[0]):
+        if not is_cut(value.shape, own, padded=padded):
+            if not is_line(value) or not own or prod(value.shape) != prod(own[0]):
                 text = f"`{folder / name}` has {list(value.shape)}, but `param_shapes` {list(own[0])}"
                 raise CorruptError(text, hint=ONE_SAVE, found=list(value.shape), expected=list(own[0]))
             value = replace(value, shape=own[0], strides=row_major(own[0]))
@@ -100,14 +120,38 @@ def _read_files(opened: OpenDirectory, folder: Location, shapes: list[Ints], fol
 
 
 def _check(opened: OpenDirectory, folders: Folders) -> None:
-    """Add a fault for each parameter without weights, or with a part of the state that others have."""
-    kinds = {frozenset(state) - {"step"} for state in folders.states.values()}
-    for name, state in folders.states.items():
-        own = frozenset(state) - {"step"}
-        lacking = {kind for others in kinds if own and own < others for kind in others - own}
-        if name not in folders.weights:
-            lacking.add("fp32")
-        if lacking:
-            text = f"`zero/{name}` has no {some(sorted(f'{kind}.pt' for kind in lacking))}"
-            of = f"model.{name}" if "fp32" in lacking else f"optimizer.state.{name}"
-            opened.fault(text, _COPY, tensor=name, concerns=[of])
+    """Add a fault for each parameter without weights, with other state than those of its group, or that no model states
+    name. `ds_to_universal` gives all of a group one step; ckpttool gives each parameter what it had."""
+    trained = {name for group in folders.shapes for name in group}
+    named = trained.union(*(as_dict(file.tree.get(key)) for file in opened.weights for key in _NAMES))
+    for name in folders.states.keys() - named if trained else ():
+        opened.fault(f"`{UNIVERSAL}/{name}` is of no parameter that `{opened.first.name}` names", tensor=name)
+    for name in folders.states.keys() - folders.weights.keys():
+        opened.fault(f"`{UNIVERSAL}/{name}` has no `fp32.pt`", _COPY, tensor=name, concerns=["model"])
+    for group in folders.shapes or [dict.fromkeys(folders.states, ())]:
+        held = {name: {**folders.states[name], "fp32": folders.weights.get(name)} for name in group}
+        for name, text in odd_ones(held, alike=not folders.own):
+            opened.fault(f"`{UNIVERSAL}/{name}` {text}", tensor=name, concerns=["optimizer"])
+        files = {name: file for name in group if (file := folders.files.get((name, "step"))) is not None}
+        steps = {name: opened.content(file.loaded.tree, file) for name, file in files.items()}
+        for name in () if folders.own else unlike(steps):
+            opened.fault(f"`{files[name].name}` has another step than others of its group", concerns=["optimizer"])
+
+
+def _check_first_rank(opened: OpenDirectory, folders: Folders, common: StateFile) -> None:
+    """Compare what `ds_to_universal` leaves of the first rank, of ZeRO 3 all, with the files of the parameters."""
+    states = {0: ZeroState(common.name, common.tree)}
+    of_groups = common.tree.get("param_alignment_paddings")
+    if isinstance(of_groups, list) and [*map(len, of_groups)] != [*map(len, folders.shapes)]:
+        opened.fault(f"`{common.name}` has groups of other parameters than `{opened.first.name}`", file=common.name)
+    if type(opened.first.tree.get("dp_world_size")) is int:
+        check_counts(states[0], opened.first.tree["dp_world_size"])
+    world, lines = common.tree.get("partition_count"), common.tree.get("fp32_flat_groups")
+    is_whole = isinstance(lines, list) and all(is_line(line) and line.shape[0] for line in lines)
+    if type(world) is not int or world < 1 or not is_whole or any(stage for stage, _ in opened.members.weights):
+        return
+    for one in divided(folders.shapes, states, world):
+        for kind, name, piece in one.parameters(lambda _, ref: common.place(ref), PieceColumns(), whole=False):
+            whole = folders.states[name].get(kind) if kind else folders.weights.get(name)
+            if isinstance(whole, Rebuilt) and whole.chunks and piece.chunks:
+                opened.compare_same(name, whole, piece)

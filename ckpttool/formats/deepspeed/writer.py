@@ -18,11 +18,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from math import prod
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import boxes, flatten, parts
+from ckpttool.catalogue import flatten, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, dotted
@@ -30,7 +29,9 @@ from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.flat import zero_partitions as partitions
+from ckpttool.flat.pieces import PlacedPieces
 from ckpttool.flat.zero_partitions import Partition
+from ckpttool.flat.zero_states import as_dict
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, with_zeros
@@ -39,7 +40,6 @@ from ckpttool.text import rank_ranges
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files these are, and whose loader reads them."""
-_ROOT = "archive"  # what torch calls it when it saves to a buffer
 _SUB_GROUP = 1_000_000_000  # `sub_group_size` of a configuration that has none
 _OF_OPTIMIZER = ("model", "optimizer", "zero", "loss_scaler")  # what has no place of its own beside the model
 _CLIENT = (("model",), ("zero",), ("loss_scaler",))
@@ -106,33 +106,6 @@ class _FlatTensor(NamedTuple):
     size: int
 
 
-@dataclass
-class _Placed:
-    """The chunks of a tensor of which each file has some; `done` elements are placed."""
-
-    offsets: list[Ints] = field(default_factory=list)
-    sizes: list[Ints] = field(default_factory=list)
-    file: array[int] = field(default_factory=lambda: array("l"))
-    offset: array[int] = field(default_factory=lambda: array("q"))
-    nbytes: array[int] = field(default_factory=lambda: array("q"))
-    done: int = 0
-
-    def add(self, tensor: Tensor, numel: int, file: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Add the next elements, which begin at an offset of a file; yield the offset and the length of each box."""
-        itemsize = tensor.dtype.itemsize
-        for (begin, sizes), at in boxes.flat_range(tensor.shape, self.done, self.done + numel):
-            self.offsets.append(begin)
-            self.sizes.append(sizes)
-            self.file.append(file)
-            self.offset.append(offset + at * itemsize)
-            self.nbytes.append(prod(sizes) * itemsize)
-            yield self.offset[-1], self.nbytes[-1]
-        self.done += numel
-
-    def chunks(self) -> Chunks:
-        return Chunks.from_columns(self.offsets, self.sizes, self.file, self.offset, self.nbytes, are_records=True)
-
-
 class _Sink(torch_zip_writer.ArchiveSink):
     """A sink of archives in which some records, by file and offset, are filled by pieces: offset and length of each, in
     their order. What is between them is zero."""
@@ -170,6 +143,7 @@ class _Writing:
         self._groups: list[dict[str, Any]] = self._tree(("optimizer", "param_groups")) or []
         self._trained = [name for group in self._groups for name in group["params"]]
         self._config = self._tree(("ds_config",)) or {}
+        self._zero = as_dict(as_dict(self._config).get("zero_optimization"))
         self._owners = self._owners_of_ties()
         self._flats = list(self._flat_tensors())
         others = self._model.keys() - {*self._trained, *layout.buffers}
@@ -179,7 +153,7 @@ class _Writing:
             if name in others and self._owners[name] == name
         }
         self._parameters = {*self._trained, *self._frozen}
-        self._pieces = defaultdict[Path, _Placed](_Placed)
+        self._pieces = defaultdict[Path, PlacedPieces](PlacedPieces)
         self._copies = defaultdict[Path, list[Chunks]](list)  # of tensors that a file has whole
         self._firsts: dict[Path, Path] = {}  # of state that a group has once, where the others have theirs
         self._records: dict[tuple[int, int], array[int]] = {}
@@ -208,9 +182,9 @@ class _Writing:
         return {name: name if name in own else stored.setdefault(first[name], name) for name in self._model}
 
     def _flat_tensors(self) -> Iterator[_FlatTensor]:
-        most = _setting(self._config, "zero_optimization", "sub_group_size")
+        most = self._zero.get("sub_group_size")
         most = int(most) if isinstance(most, (int, float)) else _SUB_GROUP
-        reordered = _setting(self._config, "zero_optimization", "round_robin_gradients") is True
+        reordered = self._zero.get("round_robin_gradients") is True
         states = defaultdict[str, dict[str, Entry]](dict)
         for path, entry in self._planned.entries.items():
             if path[:2] == _STATE and len(path) == 4:
@@ -242,7 +216,7 @@ class _Writing:
         """Create an archive, and return where each of its storages goes."""
         number, location = len(self._files), self._location / name
         keys = torch_tree.StorageKeys(self._planned)
-        layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=number, root=_ROOT)
+        layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=number, root=name.removesuffix(".pt"))
         self._files.append(File(location, name, layout.size, rank))
         torch_zip_writer.write(layout, location)
         storages, layout.storages = layout.storages, {}
@@ -360,7 +334,7 @@ class _Writing:
             numbers[flat.group].append(number)
         return [{**group, "params": own} for group, own in zip(self._groups, numbers, strict=True)]
 
-    def _zero(self) -> dict[str, Any]:
+    def _beside_state(self) -> dict[str, Any]:
         """Return what ZeRO keeps beside the state of the optimizer."""
         fields = dict(self._tree(("loss_scaler",)) or {})
         module, _, name = str(fields.pop("class", "")).rpartition(".")
@@ -375,11 +349,11 @@ class _Writing:
                 fields = {"numel": end - start, "start": start}
                 addresses[name] = _object("deepspeed.utils.tensor_fragment", "fragment_address", fields)
             mappings.append(addresses)
-        aligned = _setting(self._config, "zero_optimization", "parameter_alignment")
+        aligned = self._zero.get("parameter_alignment")
         # DeepSpeed puts padding between the parameters itself, if nothing says that there is none.
         between = {} if aligned else {"param_alignment_paddings": [[0] * len(f.partition.shapes) for f in self._flats]}
         return {
-            **self._zero(),
+            **self._beside_state(),
             "base_optimizer_state": {"state": state, "param_groups": self._param_groups()},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": _stage(self._layout.stage),
@@ -398,7 +372,7 @@ class _Writing:
             "loss_scaler": static,
             "dynamic_loss_scale": False,
             "overflow": False,
-            **self._zero(),
+            **self._beside_state(),
             "partition_count": self._world,
             "optimizer_state_dict": {"state": state, "param_groups": self._param_groups()},
             "fp32_flat_groups": masters,
@@ -464,9 +438,3 @@ def _object(module: str, name: str, fields: dict[str, Any]) -> Stub:
 def _stage(number: int) -> Stub:
     stage: Stub = stub_type("deepspeed.runtime.zero.config", "ZeroStageEnum")(number)
     return stage
-
-
-def _setting(tree: Any, *keys: str) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
