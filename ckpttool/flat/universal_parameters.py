@@ -23,9 +23,9 @@ def odd_ones(group: Mapping[str, Mapping[str, Any]], *, alike: bool) -> Iterator
     do not have, or tensors of another shape. All are `alike` in a checkpoint of `ds_to_universal`: else a parameter may
     have no state at all, and another dtype."""
     kinds = {name: frozenset(files) for name, files in group.items() if alike or len(files) > 1}
-    odd = unlike(kinds)
-    usual = next((kinds[name] for name in kinds.keys() - {*odd}), frozenset[str]())
-    for name in odd:
+    counts = Counter(kinds.values())
+    usual = max(counts, key=lambda one: (counts[one], len(one)), default=frozenset[str]())
+    for name in [name for name, own in kinds.items() if own != usual]:
         lacking, more = usual - kinds[name], kinds[name] - usual
         what, these = ("no", lacking) if lacking else ("more files than others of its group:", more)
         yield name, f"has {what} {some(sorted(f'{kind}.pt' for kind in these))}"

@@ -123,7 +123,8 @@ def listed(location: Location) -> Members:
     members.experts = [name for name in names if re.fullmatch(_EXPERT, name)]
     for layer in filter(None, (re.fullmatch(LAYER, name) for name in names)):
         if len(layer["layer"]) > len(str(MAX_RANKS)):
-            raise CorruptError(f"`{location}`: `{layer.string}` is of a layer that cannot be", file=location)
+            text = f"`{location}`: `{layer.string}` is of a layer that cannot be"
+            raise CorruptError(text, hint="move it away", file=location)
         if (first := members.layers.setdefault(int(layer["layer"]), layer.string)) != layer.string:
             text = f"{some([first, layer.string])} are both of one layer"
             members.faults.append(CorruptError(text, hint="files of two saves are mixed: move those of one away"))

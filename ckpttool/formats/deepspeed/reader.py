@@ -100,7 +100,10 @@ class _ZeroOpening(OpenDirectory):
             self._read_universal(world)
         elif self.states or self.members.partitioned:
             catalogue.faults += self.members.check_world(world, stages)
-            self._read_zero(world, whole=not catalogue.faults)
+            try:
+                self._read_zero(world, whole=not catalogue.faults)
+            except CorruptError as error:
+                raise next(iter(self.renamed), error) from None
             stage = self._stage
         else:
             stage = 0
@@ -311,7 +314,9 @@ class _ZeroOpening(OpenDirectory):
         for number, group in enumerate(shapes):
             for name in group:
                 shared = {k: v for k, v in of_group(states[rank], number).items() if not zero_states.is_of_elements(v)}
-                if "step" not in shared and "base_optimizer_state_step" in states[rank]:
+                if self.members.universal and not moments[name]:
+                    shared.clear()  # what the others of the group have is not its own
+                elif "step" not in shared and "base_optimizer_state_step" in states[rank]:
                     shared["step"] = states[rank]["base_optimizer_state_step"]
                 for key, value in {**shared, **moments[name]}.items():
                     path = (*root, name, key)
