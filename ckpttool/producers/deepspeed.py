@@ -60,6 +60,9 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
     if untrained:
         text = f"DeepSpeed loads no buffers and frozen parameters from a universal checkpoint, {some(untrained)}"
         builder.notes.append(f"{text}: they are those of the model that the script makes")
+    if any(zero.EXPERT in name for name in shapes):
+        text = "each rank of DeepSpeed calls its experts 0, 1, ..., and takes those of the first rank from a universal"
+        builder.notes.append(f"{text} checkpoint: load it with `ep_size=1`, where each rank has all experts")
     parent = "`engine.load_checkpoint(DIR, tag=NAME)`, or a file `latest_universal` beside it with its name in it"
     builder.notes.append(f'DeepSpeed loads it with `"checkpoint": {{"load_universal": true}}` and {parent}')
     return builder.finish("DeepSpeed has another value of that name")

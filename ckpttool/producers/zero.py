@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 _State = dict[str, dict[str, Entry]]
 """The state of each parameter by its kind."""
 _UNIVERSAL = "`--producer deepspeed:universal` keeps the state of each parameter by itself"
-_EXPERT = ".deepspeed_experts."
+EXPERT = ".deepspeed_experts."
+"""What the names of experts have in them."""
 _GROUPS = ("optimizer", "param_groups")
 OF_RANKS = ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions")
 """What says on which ranks a run was, and is written anew."""
@@ -176,7 +177,7 @@ def _checked(
         if absent := [name for name in group["params"] if name not in tensors]:
             text = f"the optimizer trains {some(absent)}, which the model does not have"
             raise LossError(text, hint="model and optimizer are of two runs, or `--exclude` took it", tensor=absent[0])
-        if experts := [name for name in names if _EXPERT in name]:
+        if experts := [name for name in names if EXPERT in name]:
             text = f"{some(experts)}: experts have files and groups of ranks of their own, which are not written"
             raise LossError(text, hint=_UNIVERSAL, tensor=experts[0])
         if empty := [name for name in names if not tensors[name].numel]:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -265,6 +266,66 @@ def test_weights_that_are_no_numbers_are_not_compared(tmp_path: Path) -> None:
             lambda s: [line.data.fill_(float("nan")) for line in s["single_partition_of_fp32_groups"]],
         )
     assert not ckpttool.inspect(path).faults
+
+
+# Experts -------------------------------------------------------------------------------------------------------------
+
+
+def expert(number: int) -> str:
+    return f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+
+
+def _added(tree: Any, number: int) -> None:
+    tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][1].data.add_(number)
+
+
+def with_experts_apart(folder: Path) -> Path:
+    """The sample, in whose run no expert was trained, with a number added to the weights of each: its own. Of four, the
+    even ranks have the first two, one each."""
+    path = copied("experts_zero2_w4", folder)
+    for rank, number in enumerate((0, 2, 1, 3)):
+        unnamed(path / optim(rank), partial(_added, number=number))
+    whole = converted(RUNS / "experts_zero2_w4" / "saved", folder)["model"]
+    for number in range(4):
+        rounded = {n: (v + number).bfloat16() for n, v in whole.items() if f"_experts.{number}." in n}
+        torch.save(rounded, path / expert(number))
+    (folder / "out.pt").unlink()
+    return path
+
+
+def test_each_expert_is_its_own(tmp_path: Path) -> None:
+    whole = converted(RUNS / "experts_zero2_w4" / "saved", tmp_path)["model"]
+    (tmp_path / "out.pt").unlink()
+    path = with_experts_apart(tmp_path)
+    found = converted(path, tmp_path)["model"]
+    for name, value in whole.items():
+        number = int(name.split("_experts.")[1][0]) if "_experts." in name else 0
+        assert found[name].equal(value + number), name
+    done = ckpttool.convert(path, tmp_path / "universal", producer="deepspeed:universal")
+    assert any("load it with `ep_size=1`" in note for note in done.notes)
+    for number in range(4):
+        name = f"moe.deepspeed_moe.experts.deepspeed_experts.{number}.weight"
+        fp32 = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt", weights_only=False)["param"]
+        assert fp32.equal(whole[name] + number)
+
+
+@pytest.mark.parametrize(
+    ("by", "text"),
+    [
+        (lambda d: swap(d, optim(0), optim(2)), "does not go on from the end|is not that of"),
+        (lambda d: swap(d, optim(0), optim(1)), "go on|is not that of|is of no parameter|in the same elements"),
+        (lambda d: copy(d, optim(1), optim(3)), "elements|same weights|does not go on"),
+        (lambda d: of_another_run(d, optim(2)), f"is not that of `{optim(2)}`, rounded"),
+        (lambda d: of_another_run(d, expert(1)), f"`.*experts.1.weight` in `{expert(1)}` is not that of"),
+        (lambda d: copy(d, expert(0), expert(1)), "no file of an expert has .*experts.1."),
+        (lambda d: (d / expert(3)).unlink(), "no file of an expert has .*experts.3."),
+    ],
+)
+def test_experts_of_two_saves(by: Callable[[Path], Any], text: str, tmp_path: Path) -> None:
+    path = with_experts_apart(tmp_path)
+    all_unnamed(path)
+    by(path)
+    require_refused(path, text, tmp_path)
 
 
 # Universal -----------------------------------------------------------------------------------------------------------
