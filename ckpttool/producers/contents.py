@@ -23,12 +23,13 @@ from ckpttool.catalogue.entries import Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
-from ckpttool.formats.detect import detect, is_archive, is_of_no_state
+from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
 from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
 from ckpttool.producers.directory import Directory
+from ckpttool.serialization import other_files
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
@@ -259,13 +260,13 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             location.check_readable()
             head = location.head(_HEAD)
             is_text = _is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
-            if formats.DATA_FILE.fullmatch(name) or not (is_text or is_of_no_state(head)):
+            if formats.DATA_FILE.fullmatch(name) or not (is_text or other_files.is_of_no_state(head)):
                 detect(location)
             layout.assets.append(name)
         except CkptError as error:
             is_data = formats.DATA_FILE.fullmatch(name) is not None
             hint = error.hint if is_data or type(error) is not ReadError else _STATE
-            hint = f"{error.hint}; {_LEFT_OUT}" if is_archive(error) else hint
+            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(error) else hint
             layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
 
 

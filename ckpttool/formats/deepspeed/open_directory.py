@@ -163,7 +163,9 @@ class OpenDirectory:
                 if masters is not None and masters != self.read(there._replace(offset=there.offset + begin), nbytes):
                     other = self.catalogue.files[here.file].name
                     text = f"`{spelt(name)}` in `{file.name}` is not that of `{other}`, rounded{why}"
-                    self.fault(text, f"{MIXED}: {ONE_SAVE}", files=[file.name, other], tensor=spelt(name))
+                    # Of one step a script may have put the averages there.
+                    hint = f"{MIXED}: {ONE_SAVE}" + f"; `{file.name}` alone has the weights that it holds" * (not why)
+                    self.fault(text, hint, files=[file.name, other], tensor=spelt(name))
                     return
                 left[here.file] = [pieces - 1, elements - n]
                 done += pieces == 1 or elements == n

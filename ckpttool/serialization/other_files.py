@@ -1,0 +1,97 @@
+"""What a file is that is no checkpoint: an archive, a web page, a model of another library, by its first bytes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing, suppress
+from functools import partial
+
+from ckpttool.errors import CkptError, ReadError
+from ckpttool.serialization import torch_zip
+from ckpttool.storage import files
+from ckpttool.storage.stores import Location
+from ckpttool.text import safe
+
+_TAR = 257  # where a tar archive says that it is one
+HEAD = 64  # bytes of a file that say what it is
+INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
+_UNPACK = "unpack it, then name what comes out"
+_UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
+_UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file of PyTorch in it is read"
+_PAGE = "the download was refused or went astray: look at it in a text editor"
+NOT_READ = "it is no PyTorch checkpoint, and is not read"
+
+_TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
+_MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
+_ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
+# Programs, pictures, sounds, PDFs, fonts, and what macOS keeps of a folder.
+_NO_STATE = re.compile(
+    rb"\x7fELF|\x89PNG|\xff\xd8\xff|GIF8|RIFF....(?:WEBP|WAVE|AVI )|%PDF|OTTO|\0\0\0\x01Bud1", re.DOTALL
+)
+# The first bytes, in lower case and without white space; what such a file is, and a hint.
+_OTHER_FILES = (
+    (bytes(HEAD), "nothing but zeros at its beginning", "the copy did not end; take another one"),
+    (b"version https://git-lfs", "a pointer of git LFS, not the file itself", "fetch the file: `git lfs pull`"),
+    (b"<!doctype html", "a web page", _PAGE),
+    (b"<html", "a web page", _PAGE),
+    (b"<?xml", "an XML document", _PAGE),
+    (b"{", "a JSON document", _PAGE),
+    (b"\x1f\x8b", "compressed with gzip", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
+    (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
+    (b"bzh", "compressed with bzip2", _UNPACK),
+    (b"7z\xbc\xaf", "a 7z archive", _UNPACK),
+    (b"pk\3\4", "a zip archive, but not one of torch.save", _UNZIP),
+    (b"gguf", "a GGUF model of llama.cpp", NOT_READ),
+    (b"\x89hdf\r\n", "an HDF5 file, as Keras writes", NOT_READ),
+    (b"\x93numpy", "a NumPy array", "load it with `numpy.load`"),
+    (b"\x89png", "a picture", NOT_READ),
+    (b"\xff\xd8\xff", "a picture", NOT_READ),
+    (b"par1", "a Parquet file, as data sets are", NOT_READ),
+    (b"sqlite format 3", "an SQLite database", NOT_READ),
+    (b"%pdf", "a PDF", NOT_READ),
+    (b"\x7felf", "a program", NOT_READ),
+    (b"#!", "a script", "name the checkpoint that it writes"),
+    ((b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a pickle that does not end where the file does", INCOMPLETE),
+)
+
+
+def is_of_no_state(head: bytes) -> bool:
+    """Return whether a file cannot hold training state, by its first bytes: a program, a picture or the like."""
+    return _NO_STATE.match(head) is not None
+
+
+def is_archive(error: CkptError) -> bool:
+    """Return whether a file is no checkpoint, but an archive that may hold some, by the error for it."""
+    return error.hint in (_UNPACK, _UNPACK_ALL, _UNZIP)
+
+
+def recognised(location: Location) -> CkptError | None:
+    """Return the error for a file that is something else than a checkpoint; None if that is not known."""
+    head = location.head(HEAD)
+    if location.head(_TAR + 5)[_TAR:] == b"ustar":
+        return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
+    for pattern, what in ((_ONNX, "an ONNX model"), (_MSGPACK, "a msgpack file, as Flax writes")):
+        if pattern.match(head):
+            return ReadError(f"`{location}`: {what}, by its first bytes", hint=NOT_READ, file=location)
+    nbytes = location.size()
+    if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
+        return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=NOT_READ, file=location)
+    if head.startswith(b"PK\3\4") and _is_package(location, nbytes):
+        hint = "load it with `torch.package.PackageImporter`, and save the state dict with `torch.save`"
+        return ReadError(f"`{location}`: a package of torch.package", hint=hint, file=location)
+    low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(HEAD)
+    for begins, what, hint in _OTHER_FILES:
+        if low.startswith(begins):
+            if hint == _UNZIP:  # the name of its first file says what it is
+                name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
+                what += f" (`{safe(name)}`, ...)"
+            return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
+    return None
+
+
+def _is_package(location: Location, nbytes: int) -> bool:
+    """Return whether a zip archive is one of torch.package, which holds modules with their code."""
+    with suppress(CkptError), closing(files.Pool()) as pool:
+        return torch_zip.listed(partial(pool.read, location), nbytes, ".data/extern_modules", name=f"`{location}`")
+    return False
