@@ -334,8 +334,11 @@ def _generators(torch: Any) -> Iterator[tuple[str, bytes, tuple[int, bytes] | No
         keys = state.view(torch.int64)[3:627].to(torch.int32)
         known = 625 - struct.unpack_from("<8xi", elements(state))[0], bytes(elements(keys))
     yield "torch", bytes(elements(state)), known
-    device = torch.accelerator.current_accelerator()
-    module = torch.get_device_module(device) if device is not None else None
+    if hasattr(torch, "accelerator"):
+        device = torch.accelerator.current_accelerator()
+        module, kind = (torch.get_device_module(device), device.type) if device is not None else (None, "")
+    else:  # before torch 2.6, which a script may run with
+        module, kind = torch.cuda, "cuda"
     if module is None or not getattr(module, "is_initialized", bool)():
         return
     # A process may draw on each device that it sees.
@@ -345,7 +348,7 @@ def _generators(torch: Any) -> Iterator[tuple[str, bytes, tuple[int, bytes] | No
         if state.numel() == _SEED_AND_OFFSET:
             seed, offset = state.view(torch.int64).tolist()
             known = offset, repr(seed).encode()
-        yield f"{device.type}:{number}", bytes(elements(state)), known
+        yield f"{kind}:{number}", bytes(elements(state)), known
 
 
 # digests --------------------------------------------------------------------------------------------------------------
