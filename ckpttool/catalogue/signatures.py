@@ -105,7 +105,8 @@ class KeyNode:
             node = todo.pop()
             if node.entry is not None:
                 yield node.entry
-            todo.extend(reversed(node.children.values()))
+            if node.children:  # as most nodes have not
+                todo.extend(reversed(node.children.values()))
 
     @property
     def has_tensor(self) -> bool:

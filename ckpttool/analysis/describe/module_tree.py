@@ -62,16 +62,17 @@ class _ModuleNode:
             self._set(name, node)
         return node
 
-    def put(self, name: str, tensor: Tensor, *, tied: bool, leaves: dict[object, _ModuleNode]) -> None:
-        """Add a tensor; `leaves` are the nodes of tensors by what they look like."""
-        node = self.children.get(name)
+    def put(self, name: str, leaf: _ModuleNode, tensor: Tensor) -> None:
+        """Add a tensor; `leaf` is the node of all tensors that look like it."""
+        children = self.children
+        node = children.get(name)
         if node is not None and (node.children or not node.shared):
             node = self.child(name)
-            node.tensor, node.tied = tensor, tied
-            return
-        looks = tensor.dtype.name, tensor.shape, tied
-        node = leaves.get(looks) or leaves.setdefault(looks, _ModuleNode(tensor, tied=tied, shared=True))
-        self._set(name, node)
+            node.tensor, node.tied = tensor, leaf.tied
+        elif children:
+            children[name] = leaf
+        else:
+            self.children = {name: leaf}
 
     def share(self, name: str, modules: dict[object, _ModuleNode]) -> None:
         """Put the first module that looks like the one at `name` in its place, if it has a few tensors alone. `modules`
@@ -105,6 +106,7 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
     leaves: dict[object, _ModuleNode] = {}
     modules: dict[object, _ModuleNode] = {}
     node, before, parent, key = top, "", None, ""
+    leaf, looks = top, None
     for tensor in tensors:
         name = tensor.name[skip:]
         end = name.rfind(".") + 1
@@ -115,7 +117,11 @@ def lines(tensors: Iterable[Tensor], root: Path, tied: Collection[Path], depth: 
             node, before, parent = top, around, None
             for key in around[:-1].split(".", _DEPTH) if around else ():
                 parent, node = node, node.child(known.setdefault(key, key))
-        node.put(known.setdefault(last, last), tensor, tied=tensor.path in tied, leaves=leaves)
+        now = tensor.dtype.name, tensor.shape, tensor.path in tied
+        if now != looks:
+            looks = now
+            leaf = leaves.get(looks) or leaves.setdefault(looks, _ModuleNode(tensor, tied=now[2], shared=True))
+        node.put(known.setdefault(last, last), leaf, tensor)
     _count(top, {})
     return list(_walk(top, 0, 1, depth, 0))
 
