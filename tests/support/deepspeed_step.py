@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ def main(stage: int, source: Path, out: Path, *options: str) -> None:
         torch.save({**result, "steps": engine.global_steps, "epoch": client.get("epoch")}, out)
     if "--save" in options:
         engine.save_checkpoint(options[options.index("--save") + 1])
+    torch.distributed.barrier()
+    # DeepSpeed leaves its process groups to the end of Python, where a thread of gloo now and then aborts.
+    os._exit(0)
 
 
 if __name__ == "__main__":
