@@ -264,6 +264,19 @@ def empty_state(format: str, strategy: str) -> str:
     return "equal" if own.loaded == [{}] and state["c"] == {"d": {}} else f"{own.loaded} {state['c']}"
 
 
+def before_the_first_step(kind: str, format: str) -> str:
+    """What was saved is what a fresh optimizer has, and it is still that."""
+    run, untouched, other = practices.fresh(kind), practices.fresh(kind), practices.fresh(kind, trained=True)
+    place = practices.folder() / "saved"
+    other.model.load_state_dict(run.model.state_dict())
+    ckpttool.save(place, run.model, run.optimizer, format=format)
+    ckpttool.load(place, other.model, other.optimizer)
+    if run.optimizer.state or other.optimizer.state:
+        return f"state of {len(run.optimizer.state)} and {len(other.optimizer.state)} parameters"
+    losses = [training_scripts.steps(each, practices.SMALL.vocab) for each in (untouched, run, other)]
+    return "equal" if losses[0] == losses[1] == losses[2] else f"{losses}"
+
+
 def pair(width: int = 4, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model with an optimizer that has stepped."""
     torch.manual_seed(3)
@@ -630,6 +643,7 @@ STATES: dict[str, Callable[..., str]] = {
         on_meta,
         other_sizes,
         empty_state,
+        before_the_first_step,
         nothing_changed,
         load_hook,
         late_hook,
