@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
@@ -512,14 +512,11 @@ class Entries(Sequence[E]):
         self._kind: type[E] = kind
 
     def __iter__(self) -> Iterator[E]:
-        return iter(self._all())
+        # As a generator with `isinstance`, in less time: of a million entries this is asked a dozen times.
+        return cast("Iterator[E]", filter(self._kind.__instancecheck__, self._entries.values()))
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> list[E]:
-        kind = self._kind
-        return [entry for entry in self._entries.values() if isinstance(entry, kind)]
+        return sum(1 for _ in self)
 
     def __contains__(self, entry: object) -> bool:
         return any(one is entry or entry in (one.name, one.path) for one in self)
@@ -528,7 +525,7 @@ class Entries(Sequence[E]):
         """Return the entry at a position or called by a name, or a list for a slice of positions. Raises KeyError, with
         the nearest names, for an unknown one."""
         if not isinstance(index, (str, tuple)):
-            return self._all()[index]
+            return list(self)[index]
         for entry in self:
             if index in (entry.name, entry.path):
                 return entry

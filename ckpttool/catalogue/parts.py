@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
-from ckpttool.catalogue.signatures import KeyNode, is_generator, is_module_name, tree
+from ckpttool.catalogue.signatures import KeyNode, is_extra_state, is_generator, is_module_name, tree
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
@@ -235,11 +235,9 @@ def _is_around(kind: str, child: KeyNode) -> bool:
 
 def _is_settings(node: KeyNode) -> bool:
     """Return whether this is a dict of plain values, and no extra state of a module, which may be a dict, too."""
-    return bool(node.children) and all(isinstance(e, Object) and not _is_extra(e.path) for e in node.entries())
-
-
-def _is_extra(path: Path) -> bool:
-    return any(str(key)[-200:].rpartition(".")[2] == "_extra_state" for key in path)
+    if not node.children:
+        return False
+    return all(isinstance(e, Object) and not any(map(is_extra_state, e.path)) for e in node.entries())
 
 
 def _optimizers(node: KeyNode, path: Path) -> Iterator[tuple[KeyNode, Path]]:

@@ -143,6 +143,11 @@ def is_module_name(key: object) -> bool:
     return isinstance(key, str) and _MODULE.fullmatch(key[-200:]) is not None
 
 
+def is_extra_state(key: object) -> bool:
+    """Return whether a key is what torch calls the state of a module's own: `layers.0._extra_state`."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
 def _kind(node: KeyNode) -> str | None:
     if isinstance(node.entry, Tensor):
         return "rng" if is_generator(node.entry) else None

@@ -51,11 +51,8 @@ def _unknown_file(location: Location) -> CkptError:
         return error
     head = location.head(HEAD)
     line = _as_text(head)
-    shown = (
-        f"a text that begins `{cut(line, 40)}`"
-        if line
-        else f"{size(location.size())} that begin with {head[:8].hex(' ')}"
-    )
+    shown = f"a text that begins `{cut(line, 40)}`"
+    shown = shown if line else f"{size(location.size())} that begin with {head[:8].hex(' ')}"
     return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)
 
 

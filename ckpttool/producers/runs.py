@@ -412,8 +412,9 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         path = directory.path.escaped() / pattern
         yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step), order)
     # What is pointed to was saved last: `model_final.pth` beside `model_0004999.pth`.
-    without_step = {n for n in data if not any(n in of_step for of_step in files.values())} if files else set()
-    for name in dict.fromkeys(target for _, target in pointers(directory) if target in without_step):
+    without_step = {*data}.difference(*files.values()) if files else set()
+    named = (target for _, target in pointers(directory)) if without_step else ()
+    for name in dict.fromkeys(target for target in named if target in without_step):
         path, nbytes, last = directory.at(name), directory.size(name), max(place.order for place in files)
         kind = "safetensors" if name.endswith(".safetensors") else "torch"
         yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.catalogue import flatten, parts, values
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Part, Path, Tensor, dotted
+from ckpttool.catalogue.signatures import is_extra_state
 from ckpttool.catalogue.values import Link, Stub
 from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
@@ -284,7 +285,7 @@ def _add_model(contents: Contents, catalogue: Catalogue, part: Part, read: Read,
 def _extra_state_path(path: Path, depth: int) -> Path | None:
     """Return the path of the `_extra_state` of a module that a path is at or below; DCP flattens one that is a dict."""
     for i, key in enumerate(path[depth:], depth):
-        if str(key).rpartition(".")[2] == "_extra_state":
+        if is_extra_state(key):
             return path[: i + 1]
     return None
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpttool.catalogue.signatures import is_extra_state
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.layout.optimizer.parse import CERTAINLY_LIKE_PARAMETER
 from ckpttool.layout.rename import strip_wrappers
@@ -76,7 +77,7 @@ def match(
     filled: dict[int, str] = {}
     without: list[tuple[str, Any]] = []
     for key, value in values.items():
-        if key.rpartition(".")[2] == "_extra_state":
+        if is_extra_state(key):
             clean = strip_wrappers(key)
             saved_state = extra_state.get(clean, _ABSENT)
             if isinstance(saved_state, UnknownClass):
