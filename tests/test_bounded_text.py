@@ -224,7 +224,6 @@ RECURSIVE = {
     "catalogue.flatten.visit": CHECKED,
     "transfer.read._read": SHAPE,
     "layout.views._within": SHAPE,
-    "catalogue.boxes.walk": SHAPE,
     "catalogue.boxes._walk": SHAPE,
     "catalogue.conditions._number": "over a condition of the command line",
     "catalogue.conditions.condition": "over a condition of the command line",

@@ -45,35 +45,21 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> list[tuple[Box, i
 
     `flat_range((4, 13), 10, 30)` is `[(((0, 10), (1, 3)), 0), (((1, 0), (1, 13)), 3), (((2, 0), (1, 4)), 16)]`.
     """
+    if not shape:
+        return [(((), ()), 0)] if start < stop else []
     pieces: list[tuple[Box, int]] = []
-
-    def walk(row: Ints, low: int, high: int) -> None:
-        """Add the elements `low..high` of the part of the tensor that `row`, its first indexes, leaves."""
-        depth = len(row)
-        if depth == len(shape):
-            pieces.append(((row, (1,) * depth), done()))
-            return
-        inner = prod(shape[depth + 1 :])
-        first, skipped = divmod(low, inner)
-        last, over = divmod(high, inner)
-        if first == last:
-            walk((*row, first), skipped, over)
-            return
-        if skipped:
-            walk((*row, first), skipped, inner)
-            first += 1
-        if first < last:
-            rest = len(shape) - depth - 1
-            box = (*row, first, *(0,) * rest), (*(1,) * depth, last - first, *shape[depth + 1 :])
-            pieces.append((box, done()))
-        if over:
-            walk((*row, last), 0, over)
-
-    def done() -> int:
-        return pieces[-1][1] + prod(pieces[-1][0][1]) if pieces else 0
-
-    if start < stop:
-        walk((), start, stop)
+    strides, at = row_major(shape), start
+    while at < stop:
+        depth = 0  # of the first dimension of which a row begins here and ends within the range
+        while at % strides[depth] or at + strides[depth] > stop:
+            depth += 1
+        offsets, inner = [], at
+        for stride in strides:
+            offsets.append(inner // stride)
+            inner %= stride
+        rows = min((stop - at) // strides[depth], shape[depth] - offsets[depth])
+        pieces.append(((tuple(offsets), (*(1,) * depth, rows, *shape[depth + 1 :])), at - start))
+        at += rows * strides[depth]
     return pieces
 
 

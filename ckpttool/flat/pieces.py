@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -151,6 +152,10 @@ def rebuild(
         yield name, Rebuilt(dtype, shape, columns.chunks(columns.cut(dtype, shape, ranges), places))
 
 
+# The parameters of all layers are cut alike, and so is their state: they share the boxes.
+_boxes = lru_cache(maxsize=1024)(boxes.flat_range)
+
+
 @dataclass
 class PlacedPieces:
     """The chunks of a tensor, as its elements get their places in flat ones; `done` are placed."""
@@ -165,7 +170,7 @@ class PlacedPieces:
     def add(self, tensor: Tensor, numel: int, file: int, offset: int) -> Iterator[tuple[int, int]]:
         """Add the next elements, which begin at an offset of a file; yield the offset and the length of each box."""
         itemsize = tensor.dtype.itemsize
-        for (begin, sizes), at in boxes.flat_range(tensor.shape, self.done, self.done + numel):
+        for (begin, sizes), at in _boxes(tensor.shape, self.done, self.done + numel):
             self.offsets.append(begin)
             self.sizes.append(sizes)
             self.file.append(file)

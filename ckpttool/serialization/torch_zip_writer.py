@@ -37,8 +37,6 @@ class _Columns(NamedTuple):
     headers: array[int]
     payloads: array[int]
     nbytes: array[int]
-    locals: bytes  # the local headers, one behind the other
-    ends: array[int]  # of each of them there
     end: int
 
 
@@ -214,11 +212,11 @@ def lay_out_records(
 ) -> ArchiveLayout:
     """Lay out an archive of records that begin with some contents, which may be all of a record, or nothing of it. By
     their numbers, `keys` are those of `storages`."""
-    columns = _arranged(prefix, names, sizes)
+    columns, heads, ends = _arranged(prefix, names, sizes)
     known: dict[int, int] = {}
     pieces: list[tuple[int, bytes]] = []
-    for i, (content, (begin, end)) in enumerate(zip(contents, pairwise((0, *columns.ends)), strict=True)):
-        pieces.append((base + columns.headers[i], columns.locals[begin:end]))
+    for i, (content, (begin, end)) in enumerate(zip(contents, pairwise((0, *ends)), strict=True)):
+        pieces.append((base + columns.headers[i], heads[begin:end]))
         if len(content) == sizes[i]:
             known[i] = _crc(content)
         if content:
@@ -231,7 +229,8 @@ def lay_out_records(
 
 # Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
 @lru_cache(maxsize=4)
-def _arranged(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
+def _arranged(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[_Columns, bytes, array[int]]:
+    """Return where records lie, their local headers, one behind the other, and where each of these ends."""
     headers, payloads, ends = array("q"), array("q"), array("q")
     full_names = [f"{prefix}{name}".encode() for name in names]
     heads = bytearray()
@@ -243,7 +242,7 @@ def _arranged(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> _C
         payloads.append(payload)
         ends.append(len(heads))
         at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    return _Columns(b"\0".join(full_names), headers, payloads, array("q", sizes), bytes(heads), ends, at)
+    return _Columns(b"\0".join(full_names), headers, payloads, array("q", sizes), at), bytes(heads), ends
 
 
 def losses(objects: Iterable[Object]) -> list[FormatLoss]:
