@@ -131,7 +131,10 @@ class _Division:
             key for key, child in node.children.items() if child.children and key not in telling and child.has_parts
         }
         if not telling and not deeper:
-            self.parts.append((node, Part(_kind_of_rest(node), path)))
+            kind = _kind_of_rest(node)
+            self.parts.append((node, Part(kind, path)))
+            if kind == "model":
+                self._add_beside(node, "model", path)
             return
         self.parts.append((node, OTHER._replace(root=path)))
         start = len(self.parts)
@@ -153,12 +156,15 @@ class _Division:
             if len(several) > 1:
                 self.parts += [(one, Part(kind, root)) for one, root in several]
         if node.kind is None and (kind == "model" or (kind == "optimizer" and node.holds("optimizer"))):
-            # Beside a state dict is what the module was made from, and around an optimizer are counters.
-            self.parts += [
-                (child, Part("other" if kind == "model" else "progress", (*path, key)))
-                for key, child in node.children.items()
-                if (_is_settings(child) if kind == "model" else kind_of_key(key) == "progress" and not child.children)
-            ]
+            self._add_beside(node, kind, path)
+
+    def _add_beside(self, node: KeyNode, kind: str, path: Path) -> None:
+        """Add what the module was made from, which lies beside a state dict, or the counters around an optimizer."""
+        self.parts += [
+            (child, Part("other" if kind == "model" else "progress", (*path, key)))
+            for key, child in node.children.items()
+            if (_is_settings(child) if kind == "model" else kind_of_key(key) == "progress" and not child.children)
+        ]
 
     def divide_rest(self) -> None:
         """Divide the tensors beside the parts: into models, which have the shapes of others or of an optimizer's state

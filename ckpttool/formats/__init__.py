@@ -7,7 +7,17 @@ from collections.abc import Iterable
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import UsageError
-from ckpttool.formats import dcp, deepspeed, documents, numpy_files, pickles, rankfiles, safetensors, torchsave
+from ckpttool.formats import (
+    archives,
+    dcp,
+    deepspeed,
+    documents,
+    numpy_files,
+    pickles,
+    rankfiles,
+    safetensors,
+    torchsave,
+)
 from ckpttool.text import meant, near_names
 
 # Rank files are torch.save files too, and recognised by more than that: they come first. Any file of safetensors may
@@ -20,7 +30,8 @@ CHECKPOINTS: tuple[Format, ...] = (
     torchsave.FORMAT,
 )
 """The formats of whole checkpoints."""
-FORMATS = (*CHECKPOINTS, numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
+_BESIDE = (numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
+FORMATS = (*CHECKPOINTS, *_BESIDE, archives.FORMAT)
 """All formats: also those of files that lie beside a checkpoint, `component_only`."""
 DATA_FILE = re.compile(
     ".*(" + "|".join(re.escape(s) for row in CHECKPOINTS for s in row.suffixes + row.data_suffixes) + ")"

@@ -102,7 +102,7 @@ class LayoutBuilder:
         return len(self._components) - 1
 
     def copy(self, name: str, to: str) -> None:
-        """Have a file, one that is written or one at an absolute path, copied under another name."""
+        """Have a file, one that is written or one at a location of its own, copied under another name."""
         self._copies.append((name, to))
 
     def add_part(self, part: Part | None, name: str, format: str, root: Path, key: Path = ()) -> None:

@@ -42,7 +42,7 @@ _RANK = re.compile(
 _NUMBER = re.compile(r"[._-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<shard>\d{5})-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth)")
 _SUFFIX = re.compile(
-    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|json|ya?ml|txt|model|state|zip)\b)+"
+    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|json|ya?ml|txt|model|state|zip|nemo)\b)+"
 )
 _INDEX = re.compile(r".*\.index\.json")
 _PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"

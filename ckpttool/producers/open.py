@@ -22,7 +22,7 @@ from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.formats import dcp, rankfiles, safetensors, torchsave
+from ckpttool.formats import archives, dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
@@ -43,6 +43,7 @@ from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
+from ckpttool.storage import archives as storage_archives
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
@@ -104,6 +105,19 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     directory = Directory(folder or local_path("."))
     names = [_below(folder, path) for path in matches]
     return _open_step(directory, names, options, None)
+
+
+def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
+    """Open what lies in an archive, as if it lay in a directory. Raises ReadError or CorruptError."""
+    root = storage_archives.opened(location)
+    with ExitStack() as on_error:
+        on_error.callback(root.store.close)
+        source = CombinedSource.over(open_at(root, options), root.store.close)
+        on_error.pop_all()
+    catalogue = source.catalogue
+    catalogue.facts["layout"] = catalogue.format
+    catalogue.format = archives.FORMAT.name
+    return source
 
 
 def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDirectory) -> Source | None:

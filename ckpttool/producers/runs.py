@@ -29,7 +29,7 @@ from ckpttool.storage.stores import Location, locate
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(
-    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|np[yz]|model|state)|.*\.pth?\.\w+|[^.]*"
+    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|[^.]*"
 )
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)

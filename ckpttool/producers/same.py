@@ -15,7 +15,7 @@ from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Format, OpenOptions, Source
 from ckpttool.errors import UsageError
-from ckpttool.formats import deepspeed, rankfiles
+from ckpttool.formats import archives, deepspeed, rankfiles
 from ckpttool.producers import reader
 from ckpttool.producers.components import Component, Layout, Mounted, WritableLayout, deepest
 from ckpttool.producers.directory import Directory
@@ -71,6 +71,9 @@ def _check_written(one: Mounted, like: Catalogue, name: str) -> None:
     if row is deepspeed.FORMAT:
         hint = "`--producer deepspeed:zero2`, or another stage, writes what DeepSpeed loads, on `--to-world` ranks"
         raise UsageError(f"{text}, a directory of DeepSpeed", hint=hint)
+    if row is archives.FORMAT:
+        hint = "unpack it and name the directory, whose files are written again; or `--to dcp`, which holds all of it"
+        raise UsageError(f"{text}, an archive of files", hint=hint)
     producer = like.facts.get("producer")
     if one.component.glob:
         raise UsageError(

@@ -118,7 +118,7 @@ class OutputLayout:
             text = "`--max-shard-size` has no effect: no component is of safetensors"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
-        copies = [(root / name, root / to) for name, to in self.copies]
+        copies = [(name if isinstance(name, Location) else root / name, root / to) for name, to in self.copies]
         result.facts["copied"] = [to for _, to in self.copies]
         return CreatedSink(result, partial(_finish, sinks, copies, crcs))
 
@@ -200,7 +200,7 @@ def _finish(
         sink.finish(share)
     for path, to in copies:
         files.make_directory(to.parent, exist_ok=True)
-        files.copy(path, to)
+        path.copy_to(to)
 
 
 def _create_component(

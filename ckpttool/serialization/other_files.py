@@ -66,6 +66,13 @@ def is_archive(error: CkptError) -> bool:
     return error.hint in (_UNPACK, _UNPACK_ALL, _UNZIP)
 
 
+def is_archive_of_files(location: Location) -> bool:
+    """Return whether a file is a tar archive, or a zip archive that is no package of torch."""
+    head = location.head(_TAR + 5)
+    is_zip = head.startswith(b"PK\3\4") and not _is_package(location, location.size())
+    return is_zip or head[_TAR:] == b"ustar"
+
+
 def recognised(location: Location) -> CkptError | None:
     """Return the error for a file that is something else than a checkpoint; None if that is not known."""
     head = location.head(HEAD)

@@ -34,7 +34,6 @@ MISTAKES = {
     "report full.pt page.html": "hint: `-o page.html` writes the page to that file",
     "show full.pt": "hint: `ckpttool inspect full.pt --tensors '*'` lists the tensors",
     "inspect full.pt --filter x": "hint: did you mean `--tensors`?",
-    "inspect step.tar": "hint: unpack it, `tar xf FILE`, and name what comes out",
     # Commands and options of other tools.
     "merge-weights full.pt o": "hint: did you mean `convert SRC DST --to safetensors --only model`?",
     "dcp_to_torch full.pt o.pt": "hint: did you mean `convert SRC out.pt`?",
@@ -157,20 +156,20 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("IMG_1.jpg", b"\xff\xd8")
     said = run("inspect", str(tmp_path / "photos.zip")).stderr
-    assert "a zip archive, but not one of torch.save (`IMG_1.jpg`, ...)\nhint: unpack it, " in said
+    assert "photos.zip`: contains no checkpoint of a known format (IMG_1.jpg)\nhint: detected by" in said
 
 
-def test_an_archive_in_a_directory(tmp_path: Path) -> None:
-    """As Stable-Baselines3 saves a model, alone and beside its replay buffer."""
+def test_a_compressed_archive_in_a_directory(tmp_path: Path) -> None:
+    """As of a run that was downloaded, alone and beside a replay buffer."""
     (folder := tmp_path / "agent").mkdir()
-    with zipfile.ZipFile(folder / "model.zip", "w") as archive:
-        archive.writestr("policy.pth", b"")
+    with zipfile.ZipFile(folder / "model.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(CHECKPOINTS / "torch/full/ckpt.pt", "policy.pth")
+    hint = "hint: unpack the archive, and name the directory that it is unpacked to"
     said = run("inspect", str(folder)).stderr
-    assert "model.zip`: a zip archive, but not one of torch.save (`policy.pth`, ...)\nhint: unpack it, " in said
+    assert f"model.zip/policy.pth`: compressed in an archive\n{hint}" in said
     torch.save({"a": torch.ones(2)}, folder / "replay.pt")
-    said = run("convert", str(folder), str(tmp_path / "out.pt")).stderr
-    assert "hint: unpack it, `unzip FILE -d DIR`, and name the directory" in said
-    assert "is read; `--only` leaves it out" in said
+    done = run("convert", str(folder), str(tmp_path / "out.pt"))
+    assert done.exit_code == 3 and f"compressed in an archive\n{hint}" in done.stderr, done.stderr
 
 
 def test_an_empty_word_is_a_variable_that_is_not_set() -> None:

@@ -5,7 +5,6 @@ The expected values are those of torch, safetensors and numpy, which wrote the f
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -14,26 +13,18 @@ from support import layouts
 from support.layouts.measure import Figures, measured
 from support.layouts.run_names import RUNS, RunNames
 
-import ckpttool
-from ckpttool.errors import ReadError
-
-# A zip archive of several torch.save files: the error says to unpack it.
-REFUSED = {"DLR-RM/stable-baselines3"}
-ALL = [layout for layout in layouts.LAYOUTS if layout.name not in REFUSED]
-
 
 @pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)])
 def figures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Figures]:
-    """Of every layout; of every second one, and of those that are refused, where tests are not to take long."""
-    some = [one for i, one in enumerate(layouts.LAYOUTS) if i % request.param == 0 or one.name in REFUSED]
+    """Of every layout; of every second one, where tests are not to take long."""
+    some = layouts.LAYOUTS[:: request.param]
     return {one.name: measured(one, tmp_path_factory.mktemp("layout"), convert=False) for one in some}
 
 
 def test_every_tensor_of_every_file_is_seen(figures: dict[str, Figures]) -> None:
-    unseen = {name: one.unseen for name, one in figures.items() if one.unseen and name not in REFUSED}
-    assert unseen == {}
-    assert {name for name, one in figures.items() if not one.opened} == REFUSED
-    assert {name: one.unnamed for name, one in figures.items() if one.unnamed and name not in REFUSED} == {}
+    assert {name: one.unseen for name, one in figures.items() if one.unseen} == {}
+    assert [name for name, one in figures.items() if not one.opened] == []
+    assert {name: one.unnamed for name, one in figures.items() if one.unnamed} == {}
 
 
 def test_roles_come_from_what_files_hold(figures: dict[str, Figures]) -> None:
@@ -55,23 +46,10 @@ def test_the_newest_is_told_by_the_names(run: RunNames, tmp_path: Path) -> None:
     assert run.outcome(tmp_path / "run") == "newest"
 
 
-def test_an_archive_of_files_is_read_when_it_is_unpacked(tmp_path: Path) -> None:
-    written = next(one for one in layouts.LAYOUTS if one.name in REFUSED).write(tmp_path, 100)
-    with pytest.raises(ReadError) as caught:
-        ckpttool.inspect(written.path)
-    assert "unzip FILE -d DIR" in str(caught.value.hint)
-    with zipfile.ZipFile(written.path) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    found = Counter(entry.part.kind for entry in ckpttool.inspect(tmp_path / "unpacked").tensors)
-    expected: Counter[str] = Counter()
-    for one in written.expected:
-        expected[one.role] += one.tensors
-    assert found == +expected
-
-
 def each() -> list[object]:
     """Every layout; a fourth of them where tests are not to take long."""
-    return [pytest.param(one, id=one.name, marks=[pytest.mark.long] if i % 4 else []) for i, one in enumerate(ALL)]
+    marks = [[pytest.mark.long] if i % 4 else [] for i in range(len(layouts.LAYOUTS))]
+    return [pytest.param(one, id=one.name, marks=own) for one, own in zip(layouts.LAYOUTS, marks, strict=True)]
 
 
 @pytest.mark.sweep(2)

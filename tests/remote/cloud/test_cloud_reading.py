@@ -320,6 +320,18 @@ def test_other_schemes_are_read_by_fsspec(tmp_path: Path) -> None:
         ckpttool.convert(str(folder), "memory://out")
 
 
+def test_what_is_no_state_is_copied_from_a_store(tmp_path: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    torch.save({"w": torch.arange(3)}, tmp_path / "a.pt")
+    torch.save({"w": torch.arange(4)}, tmp_path / "b.pt")
+    notes = bytes(range(32, 127)) * 30_000  # of several blocks
+    for name, data in {"a.pt": None, "b.pt": None, "notes.md": notes}.items():
+        memory.pipe_file(f"/own/{name}", (tmp_path / name).read_bytes() if data is None else data)
+    ckpttool.convert("memory://own", tmp_path / "same", producer="same")
+    assert (tmp_path / "same/notes.md").read_bytes() == notes
+    assert torch.load(tmp_path / "same/b.pt")["w"].tolist() == [0, 1, 2, 3]
+
+
 def test_the_indexes_of_a_run_are_asked_for_at_once(server: S3Server) -> None:
     for n in range(12):
         server.put(f"run/step-{n}", CHECKPOINTS / "dcp/fsdp2_w4/ckpt")

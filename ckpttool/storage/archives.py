@@ -1,0 +1,170 @@
+"""Archives of files, read as directories: tar and zip, as NeMo (`.nemo`) and Stable-Baselines3 (`.zip`) save.
+
+    step.tar        locate("step.tar/model.pt")     a range of bytes of `step.tar`
+
+Members are read where they lie, and nothing is unpacked: one that is compressed is an error. The standard library lists
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ckpttool.errors import CorruptError, ReadError, in_one_line
+from ckpttool.storage import files, versions
+from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
+
+_MOST_FILES = 100_000  # and folders
+_MOST_READ = 64 << 20  # bytes at once, of a listing; a file with holes may say that its is of any size
+_LOCAL = struct.Struct("<4s22xHH")  # of a member of a zip: its mark, and the lengths of its name and its extra field
+_ENCRYPTED, _UTF8 = 1, 0x800
+_UNPACK = "unpack the archive, and name the directory that it is unpacked to"
+
+
+class _Member(NamedTuple):
+    """A file in an archive, and where its bytes begin: `_Member("model_weights.ckpt", 1536, 4096)`. If they are not
+    there as they are, `why` says so."""
+
+    name: str
+    offset: int
+    nbytes: int
+    why: str = ""
+
+
+def opened(archive: Location) -> Location:
+    """Return the root of the files in a tar or zip archive. Raises CorruptError for one that is damaged, and ReadError
+    for one with a name that leads out of it."""
+    return Location(str(archive), ArchiveStore(archive))
+
+
+class ArchiveStore(Store):
+    """The store of the files in an archive, to read from. The archive is one version of a file all along."""
+
+    in_ranges = True
+
+    def __init__(self, archive: Location) -> None:
+        self.root = str(archive)
+        version = archive.version or (versions.at(archive) if archive.store.is_local else None)
+        self._archive = Location(archive, archive.store, version)
+        self._pool = files.Pool()
+        self._members: dict[str, _Member] = {}
+        self._folders: dict[str, dict[str, bool]] = {"": {}}
+        for member in self._listed():
+            self._add(member)
+
+    def _add(self, member: _Member) -> None:
+        name = posixpath.normpath(member.name)
+        files.check_name(self.root, name)
+        text = ""
+        if max(len(self._members), len(self._folders)) >= _MOST_FILES:
+            text = f"`{self.root}`: an archive of more than {_MOST_FILES:,} files and folders"
+        elif member.why:
+            text = f"`{self.root}/{name}`: {member.why} in an archive"
+        elif name in self._members or name in self._folders:
+            text = f"`{self.root}/{name}`: in the archive twice"
+        if text:
+            raise ReadError(text, hint=_UNPACK, file=self.root)
+        self._members[name] = member
+        is_dir = False
+        while name:
+            above, _, base = name.rpartition("/")
+            if above in self._members:
+                raise ReadError(
+                    f"`{self.root}/{above}`: a file and a folder in the archive", hint=_UNPACK, file=self.root
+                )
+            is_known = above in self._folders
+            self._folders.setdefault(above, {})[base] = is_dir
+            if is_known:
+                return
+            name, is_dir = above, True
+
+    def _listed(self) -> Iterator[_Member]:
+        try:
+            listing = _Listing(self._archive)
+            yield from (_of_zip if self._archive.head(2) == b"PK" else _of_tar)(listing)
+        except (tarfile.TarError, zipfile.BadZipFile, struct.error, UnicodeError, EOFError) as error:
+            text = f"`{self.root}`: the archive cannot be listed: {in_one_line(error)}"
+            raise CorruptError(text, hint="the save or the copy did not end", file=self.root) from None
+
+    def stat(self, name: str) -> Stat:
+        if name in self._folders:
+            return Stat(0, "dir")
+        member = self._members.get(name)
+        if member is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return Stat(member.nbytes, "file")
+
+    def entries(self, name: str) -> list[DirectoryEntry]:
+        if name not in self._folders:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), name)
+        return sorted(DirectoryEntry(*entry) for entry in self._folders[name].items())
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        self.stat(name)
+        member = self._members.get(name)
+        if member is None:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        nbytes = max(0, min(len(buffer), member.nbytes - offset))
+        self._pool.read_into(self._archive, member.offset + offset, buffer[:nbytes])
+        return nbytes
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _Listing:
+    """A file to list an archive from, as `tarfile` and `zipfile` read it: of which no more is read at once than a
+    listing takes."""
+
+    def __init__(self, archive: Location) -> None:
+        self._archive, self._size, self._at = archive, archive.size(), 0
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        nbytes = min(nbytes, left) if nbytes >= 0 else left
+        if nbytes > _MOST_READ:
+            raise EOFError(f"a header of {nbytes} bytes")
+        data = self._archive.read(self._at, nbytes)
+        self._at += nbytes
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def _of_tar(listing: _Listing) -> Iterator[_Member]:
+    with tarfile.open(fileobj=listing, mode="r:") as archive:  # type: ignore[call-overload] # nothing is written
+        for member in archive:
+            if not member.isdir():
+                why = "" if member.isreg() and not member.issparse() else "a link, a device or a sparse file"
+                yield _Member(member.name, member.offset_data, member.size, why)
+
+
+def _of_zip(listing: _Listing) -> Iterator[_Member]:
+    with zipfile.ZipFile(listing) as archive:
+        for member in archive.infolist():
+            if member.is_dir():
+                continue
+            listing.seek(member.header_offset)
+            mark, name_length, extra_length = _LOCAL.unpack(listing.read(_LOCAL.size))
+            name = listing.read(name_length).decode("utf-8" if member.flag_bits & _UTF8 else "cp437")
+            if mark != b"PK\3\4" or name != member.orig_filename:
+                raise zipfile.BadZipFile(f"no member begins at byte {member.header_offset}")
+            is_stored = member.compress_type == zipfile.ZIP_STORED
+            why = "encrypted" if member.flag_bits & _ENCRYPTED else "" if is_stored else "compressed"
+            begin = member.header_offset + _LOCAL.size + name_length + extra_length
+            yield _Member(member.filename, begin, member.file_size, why)

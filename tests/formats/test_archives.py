@@ -1,0 +1,243 @@
+"""Archives of files: what lies in a tar or a zip is read where it lies, and what cannot be is named.
+
+The archives are written by `tarfile` and `zipfile`, their files by torch, and read by torch once they are unpacked.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import bits
+from support.paths import CHECKPOINTS
+
+import ckpttool
+from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.storage import archives
+from ckpttool.storage.stores import local_path
+
+AGENT = ("policy.pth", "policy.optimizer.pth", "pytorch_variables.pth", "data", "system_info.txt")
+
+
+def write_agent(folder: Path) -> None:
+    """Write the files that Stable-Baselines3 puts into an archive."""
+    policy = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(policy.parameters())
+    policy(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    folder.mkdir()
+    torch.save(policy.state_dict(), folder / "policy.pth")
+    torch.save(optimizer.state_dict(), folder / "policy.optimizer.pth")
+    torch.save({"log_ent_coef": torch.ones(1)}, folder / "pytorch_variables.pth")
+    (folder / "data").write_text(json.dumps({"gamma": 0.99, "num_timesteps": 100}))
+    (folder / "system_info.txt").write_text("- OS: Linux")
+
+
+def pack(folder: Path, path: Path, method: int = zipfile.ZIP_STORED) -> Path:
+    """Pack a folder as Stable-Baselines3 (`.zip`) or NeMo (any other name) does."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", method) as archive:
+            for file in sorted(folder.rglob("*")):
+                archive.write(file, file.relative_to(folder))
+    else:
+        with tarfile.open(path, "w:") as archive:
+            archive.add(folder, ".")
+    return path
+
+
+def of(tensor: torch.Tensor) -> tuple[str, bytes]:
+    """Return what tells a tensor from another one: its dtype and shape, and its bits."""
+    return f"{tensor.dtype} {list(tensor.shape)}", bits(tensor).tobytes()
+
+
+def tensors(path: Path) -> Counter[tuple[str, bytes]]:
+    """Return the tensors of a checkpoint."""
+    with ckpttool.open(path) as checkpoint:
+        return Counter(of(tensor.torch()) for tensor in checkpoint.tensors())
+
+
+def saved(folder: Path) -> Counter[tuple[str, bytes]]:
+    """Return the tensors in files of torch, as torch reads them."""
+
+    def inside(value: Any) -> list[torch.Tensor]:
+        if isinstance(value, dict | list):
+            return [one for inner in (value.values() if isinstance(value, dict) else value) for one in inside(inner)]
+        return [value] if isinstance(value, torch.Tensor) else []
+
+    return Counter(of(one) for file in folder.rglob("*.pth") for one in inside(torch.load(file)))
+
+
+@pytest.mark.parametrize("name", ["agent.zip", "agent.nemo", "agent"])
+def test_an_archive_is_read_as_its_files(name: str, tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / name)
+    assert tensors(path) == saved(tmp_path / "files")
+    parts = {entry.part.kind: entry.part.root for entry in ckpttool.inspect(path).tensors}
+    assert parts == {"model": ("policy",), "optimizer": ("policy.optimizer",), "other": ()}
+    assert ckpttool.diff(path, tmp_path / "files").same
+    assert ckpttool.verify(path).whole
+    for dst in ("dcp", "one.pt"):
+        ckpttool.convert(path, tmp_path / dst, to="dcp" if dst == "dcp" else "torch", check=True)
+        assert ckpttool.diff(tmp_path / dst, path).same
+    ckpttool.convert(path, tmp_path / "model.safetensors", only=["model"])
+    ckpttool.convert(path, tmp_path / "same", producer="same")
+    assert sorted(file.name for file in (tmp_path / "same").iterdir()) == sorted(AGENT)
+    assert saved(tmp_path / "same") == saved(tmp_path / "files")
+
+
+def test_any_checkpoint_may_lie_in_an_archive(tmp_path: Path) -> None:
+    for sample in ("dcp/fsdp2_w4/ckpt", "rank/fsdp1_w2/ckpt", "safetensors/indexed/ckpt", "deepspeed/zero3_w3/saved"):
+        for suffix in (".zip", ".tar"):
+            path = pack(CHECKPOINTS / sample, tmp_path / f"{sample.replace('/', '-')}{suffix}")
+            difference = ckpttool.diff(path, CHECKPOINTS / sample)
+            assert difference.same, difference.message
+
+
+def test_archives_in_a_directory(tmp_path: Path) -> None:
+    """A run of them, and one beside other files."""
+    write_agent(tmp_path / "files")
+    (run := tmp_path / "run").mkdir()
+    for step in (900, 1000):
+        pack(tmp_path / "files", run / f"rl_model_{step}_steps.zip")
+    facts = ckpttool.inspect(run).facts
+    assert (facts["step"], [one["name"] for one in facts["run"] if one["taken"]]) == (1000, ["rl_model_1000_steps.zip"])
+    assert [one["step"] for one in facts["run"]] == [900, 1000]
+    (step := tmp_path / "step").mkdir()
+    pack(tmp_path / "files", step / "agent.zip")
+    torch.save({"obs": torch.arange(5)}, step / "buffer.pt")
+    whole = saved(tmp_path / "files") + Counter([of(torch.arange(5))])
+    assert tensors(step) == whole
+    ckpttool.convert(step, tmp_path / "dcp", to="dcp")
+    assert tensors(tmp_path / "dcp") == whole
+    with pytest.raises(CkptError, match=r"does not write `agent.zip`, an archive of files"):
+        ckpttool.convert(step, tmp_path / "same", producer="same")
+    assert not (tmp_path / "same").exists()
+
+
+def with_a_link(archive: tarfile.TarFile) -> None:
+    link = tarfile.TarInfo("latest.pt")
+    link.type, link.linkname = tarfile.SYMTYPE, "model.pt"
+    archive.addfile(link)
+
+
+def with_a_name_outside(archive: tarfile.TarFile) -> None:
+    archive.addfile(tarfile.TarInfo("../outside.pt"))
+
+
+def with_one_twice(archive: tarfile.TarFile) -> None:
+    archive.addfile(tarfile.TarInfo("model.pt"))
+
+
+def with_a_folder_of_that_name(archive: tarfile.TarFile) -> None:
+    archive.addfile(tarfile.TarInfo("model.pt/data"))
+
+
+@pytest.mark.parametrize(
+    ("add", "said"),
+    [
+        (with_a_link, "`{}/latest.pt`: a link, a device or a sparse file in an archive"),
+        (with_a_name_outside, "`{}`: the index names the file `../outside.pt`, which is outside the checkpoint"),
+        (with_one_twice, "`{}/model.pt`: in the archive twice"),
+        (with_a_folder_of_that_name, "`{}/model.pt`: a file and a folder in the archive"),
+    ],
+)
+def test_what_is_no_file_of_its_own_is_named(add: Callable[[tarfile.TarFile], None], said: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        archive.add(tmp_path / "model.pt", "model.pt")
+        add(archive)
+    with pytest.raises(CkptError) as caught:
+        ckpttool.convert(path, tmp_path / "out.pt")
+    assert said.format(path) in caught.value.message
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_what_is_compressed_or_encrypted_is_named(tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / "a.zip", zipfile.ZIP_DEFLATED)
+    with pytest.raises(ReadError, match="compressed in an archive") as caught:
+        ckpttool.inspect(path)
+    assert caught.value.hint == "unpack the archive, and name the directory that it is unpacked to"
+    data = bytearray(pack(tmp_path / "files", tmp_path / "b.zip").read_bytes())
+    for at in (place for place in range(len(data)) if data[place : place + 4] == b"PK\1\2"):
+        data[at + 8] |= 1
+    (tmp_path / "b.zip").write_bytes(data)
+    with pytest.raises(ReadError, match="encrypted in an archive"):
+        ckpttool.inspect(tmp_path / "b.zip")
+
+
+@pytest.mark.parametrize("name", ["agent.zip", "agent.nemo"])
+def test_an_archive_that_was_cut(name: str, tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    data = pack(tmp_path / "files", tmp_path / name).read_bytes()
+    whole = saved(tmp_path / "files")
+    for part in range(1, 20):
+        (tmp_path / name).write_bytes(data[: len(data) * part // 20])
+        try:
+            found = tensors(tmp_path / name)
+        except CkptError:
+            continue
+        assert found == whole, part  # of a tar, the zeros at its end may be missing
+
+
+def test_headers_that_disagree(tmp_path: Path) -> None:
+    """A zip whose directory and whose local header have other names, and one whose directory leads elsewhere."""
+    write_agent(tmp_path / "files")
+    data = pack(tmp_path / "files", tmp_path / "a.zip").read_bytes()
+    (tmp_path / "a.zip").write_bytes(data.replace(b"policy.pth", b"Policy.pth", 1))
+    with pytest.raises(CorruptError, match="cannot be listed"):
+        ckpttool.inspect(tmp_path / "a.zip")
+    at = data.rindex(b"PK\1\2") + 42
+    (tmp_path / "a.zip").write_bytes(data[:at] + struct.pack("<L", 10) + data[at + 4 :])
+    with pytest.raises(CorruptError, match="cannot be listed"):
+        ckpttool.inspect(tmp_path / "a.zip")
+
+
+def test_an_archive_that_claims_much(tmp_path: Path) -> None:
+    """A header of 4 GiB in a file with a hole, more files than a run writes, and an archive in an archive."""
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.XHDTYPE, 4 << 30
+    path = tmp_path / "a.tar"
+    path.write_bytes(header.tobuf())
+    with open(path, "r+b") as stream:
+        stream.truncate(5 << 30)
+    with pytest.raises(CorruptError, match="a header of 4294967296 bytes"):
+        ckpttool.inspect(path)
+    with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
+        for number in range(20):
+            archive.writestr(f"{number}/" + "a/" * 1000 + "b", b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archives, "_MOST_FILES", 5_000)
+        with pytest.raises(ReadError, match="an archive of more than 5,000 files and folders"):
+            ckpttool.inspect(tmp_path / "many.zip")
+    torch.save({"w": torch.ones(2)}, inner := io.BytesIO())
+    for _ in range(2):
+        with zipfile.ZipFile(outer := io.BytesIO(), "w") as archive:
+            archive.writestr("inner.zip" if outer is not inner else "model.pt", inner.getvalue())
+        inner = outer
+    (tmp_path / "nested.zip").write_bytes(inner.getvalue())
+    with pytest.raises(CkptError, match=r"nested.zip/inner.zip`: a zip archive"):
+        ckpttool.inspect(tmp_path / "nested.zip")
+
+
+def test_an_archive_that_is_written_again(tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / "a.zip")
+    root = archives.opened(local_path(str(path)))
+    with closing(root.store), open(path, "r+b") as stream:
+        assert (root / "data").read(0, 8) == b'{"gamma"'
+        stream.write(b"\0")
+        stream.flush()
+        with pytest.raises(ReadError, match="changed while it was being read"):
+            (root / "data").read(0, 8)
