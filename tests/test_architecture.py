@@ -44,7 +44,7 @@ LAYERS: list[set[str]] = [
 PURE = {"errors", "text", "catalogue", "layout"}
 # Arrows that go down, and are wanted from these modules alone.
 ONLY = {
-    ("flat", "layout"): {"flat.fsdp1_optimizer", "flat.fsdp1_units"},
+    ("flat", "layout"): {"flat.fsdp1_optimizer", "flat.fsdp1_units", "flat.local_state"},
     ("training", "formats.dcp"): {
         "training.reshard_engine.engine",
         "training.reshard_engine.meta_model",
@@ -284,7 +284,7 @@ WITH_OWN_FILES = (
     "analysis.logged",
     "analysis.losses",
     "resume.observe",
-    "producers.run_patterns",
+    "resume.run_patterns",
     "resume.process",
     "analysis.audit.recipe",
     "resume.runs",

@@ -252,7 +252,7 @@ RECURSIVE = {
     "analysis.audit.uncovered._tensors": LEVELS,
     "analysis.saved_state.leaves": CHECKED,
     "analysis.saved_state._with_lists": CHECKED,
-    "producers.foreign.megatron.recognise": FOLDERS,
+    "producers.foreign.directories.megatron": FOLDERS,
     "serialization.pickler.named": "over the dots of a name, which is written once",
     "serialization.torch_module._named_modules": LEVELS,
     "serialization.torch_module._replace": LEVELS,

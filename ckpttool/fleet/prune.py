@@ -23,11 +23,11 @@ from ckpttool.operations import publish
 from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
 from ckpttool.producers import run_items, runs
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import opened
 from ckpttool.producers.published import is_commit
 from ckpttool.producers.runs import RunCheckpoint
 from ckpttool.reports.report import Block, Column, Line, Rows, Styled, Table, bold
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import workspace
 from ckpttool.storage.stores import Location, destination, local_path, locate, path_text

@@ -19,11 +19,11 @@ from ckpttool.catalogue.validation import stop_at_denied, validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
 from ckpttool.producers import runs
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition, UnsupportedError
 from ckpttool.producers.open import describe_run, opened
 from ckpttool.reports import description
 from ckpttool.reports.report import Block, Column, Findings
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage.stores import locate, path_text
 from ckpttool.text import meant, plural, some

@@ -27,7 +27,6 @@ from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.producers import same
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import (
     checkpoint_around,
     chosen_of_run,
@@ -38,6 +37,7 @@ from ckpttool.producers.open import (
     notes_of_run,
     open_source,
 )
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files, free_space, staging, stores, workspace

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckpttool.producers import accelerate, deepspeed, read_only, torchtitan, transformers, verl
 from ckpttool.producers.components import Producer
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 # The first row that fits is taken: the Trainer has files of accelerate too, and a `config.json` beside weights is in
 # the directories of several others.

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
 from ckpttool.producers.components import (
+    INDEXES,
     Layout,
     Pattern,
     Producer,
     WritableLayout,
-    match_components,
-    require_indexed_files,
 )
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 _I = r"(_(?P<i>\d+))?"
 # The Trainer of transformers has the same files of these.
-_SHARD = r"model-\d+-of-(?P<count>\d+)\.safetensors"
 STATE = (
     Pattern(r"(global_step\d+|pytorch_model)/"),  # of DeepSpeed: model, optimizer and what is beside them
     Pattern(r"pytorch_model_(?P<n>\d+)/", "model_{n}"),
@@ -47,7 +45,7 @@ STATE = (
     Pattern(rf"pytorch_model_fsdp{_I}_rank(?P<rank>\d+)\.bin", "model", "rank files", shapes_from="optimizer_{i}/"),
     Pattern(r"model\.safetensors\.index\.json", "model"),
     Pattern(rf"model{_I}\.safetensors", "model"),
-    Pattern(_SHARD, kind="ignored"),  # of the index above, or added by `adjust`
+    Pattern(r"model-\d+-of-(?P<count>\d+)\.safetensors", "model", "shard", unless=INDEXES[0]),
     Pattern(rf"pytorch_model{_I}\.bin", "model"),
     Pattern(r"pytorch_model-\d+-of-\d+\.bin", "model", "shard"),
     Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
@@ -59,22 +57,9 @@ STATE = (
 REST = (Pattern(rf"scheduler{_I}\.(bin|pt)", "scheduler"), Pattern(r"scaler\.pt", "scaler"))
 
 
-def _add_shards(directory: Directory, layout: Layout) -> None:
-    """Add the files that a model was split into, and that no index names."""
-    shards = [*directory.matching(_SHARD)]
-    if not shards or "model.safetensors.index.json" in directory:
-        return
-    layout.components += match_components(directory, (Pattern(_SHARD, "model", "shard"),)).components
-    count = int(shards[0]["count"])
-    if len(shards) < count:
-        layout.missing.append(f"{count - len(shards)} of {count} files `model-*` are missing")
-
-
 def prefer_deepspeed(directory: Directory, layout: Layout) -> None:
-    """Add what is missing by the indexes. The weights in 16 bits beside a directory of DeepSpeed, which has the float32
-    ones, are a model of their own only if they are of another one."""
-    require_indexed_files(directory, layout)
-    _add_shards(directory, layout)
+    """Take the weights in 16 bits beside a directory of DeepSpeed, which has the float32 ones, for a model of their own
+    only if they are of another one."""
     if any(not component.root for component in layout.components):
         layout.components = [
             replace(one, root=(one.name,), spare=True) if one.root == ("model",) else one for one in layout.components

@@ -18,8 +18,8 @@ from ckpttool.catalogue.models import is_averaged
 from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
+from ckpttool.serialization.directory import Directory
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:

@@ -17,7 +17,7 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import escape
 from ckpttool.text import rank_ranges, some
 
@@ -37,7 +37,8 @@ class Pattern:
 
     The group `rank` is a rank, `world` the world size, `i` the number of one of several models or optimizers. `key` is
     a key around everything in the component, which is not repeated. An empty `root` leaves the keys as they are. Other
-    groups of the pattern can be used in `root`: `custom_{n}`.
+    groups of the pattern can be used in `root`: `custom_{n}`; of a shard, `count` is how many there are. Beside a file
+    called `unless`, one that matches is ignored.
     """
 
     pattern: str
@@ -45,6 +46,7 @@ class Pattern:
     kind: Kind = "single"
     key: str = ""
     shapes_from: str = ""
+    unless: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +243,8 @@ DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
 
 
-def require_indexed_files(directory: Directory, layout: Layout) -> None:
-    """Add the files to `missing` that an index of weights names and that are not there."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        weight_map = directory.facts(index).get("weight_map")
-        if isinstance(weight_map, dict):
-            absent = sorted({str(name) for name in weight_map.values()} - set(directory.names))
-            layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+# Of the weights of a model of transformers.
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def deepest(path: Path, roots: Container[Path]) -> Path | None:
@@ -269,6 +266,13 @@ def match_components(
         matches = [m for m in directory.matching(pattern.pattern) if m.string in remaining]
         for match in matches:
             del remaining[match.string]
+            if match.string in INDEXES:
+                weight_map = directory.facts(match.string).get("weight_map")
+                named = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set[str]()
+                absent = sorted(named.difference(directory.names))
+                layout.missing += [f"`{name}` is missing, but `{match.string}` names it" for name in absent[:3]]
+        if pattern.unless in directory:
+            continue
         if pattern.kind == "asset":
             layout.assets += [m.string for m in matches]
         elif pattern.kind == "rank files":
@@ -277,6 +281,9 @@ def match_components(
             layout.components += [_component(pattern, m, root) for m in sorted(matches, key=_number)]
             if pattern.kind == "per rank" and matches:
                 check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
+            if pattern.kind == "shard" and matches:
+                count = matches[0].groupdict().get("count")
+                check_shards(layout, matches[0].string.partition("-")[0], len(matches), count)
     layout.unknown += remaining
     _drop_duplicates(layout, root)
     present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
@@ -333,3 +340,9 @@ def check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_
     absent = sorted(set(range(count)) - set(present)) if world_size is None or count <= 1 << 20 else []
     if absent:
         layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")
+
+
+def check_shards(layout: Layout, stem: str, present: int, count: str | None) -> None:
+    """Add to `missing` how many files of a model are not there that was split into `count`, if that is known."""
+    if count is not None and present != int(count):
+        layout.missing.append(f"{int(count) - present} of {int(count)} files `{stem}-*` are missing")

@@ -27,9 +27,18 @@ from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
-from ckpttool.producers.components import ASSET_NAMES, DCP_FILE, DCP_FILES, REPOSITORY, Component, Layout, check_ranks
-from ckpttool.producers.directory import Directory
+from ckpttool.producers.components import (
+    ASSET_NAMES,
+    DCP_FILE,
+    DCP_FILES,
+    REPOSITORY,
+    Component,
+    Layout,
+    check_ranks,
+    check_shards,
+)
 from ckpttool.serialization import other_files
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
@@ -204,8 +213,7 @@ def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Ite
         if (match := _SHARD.fullmatch(name)) is not None and not _is_beside_index(name, layout):
             sets[match["stem"], match["count"]].append(name)
     for (stem, count), shards in sets.items():
-        if len(shards) != int(count):
-            layout.missing.append(f"{int(count) - len(shards)} of {int(count)} files `{stem}-*` are missing")
+        check_shards(layout, stem, len(shards), count)
         for name in shards:
             yield Component(name, files=(name,), kind="shard")
 

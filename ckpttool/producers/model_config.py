@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CkptError
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 
 NAME = "config.json"

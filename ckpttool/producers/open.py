@@ -11,24 +11,25 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
+from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.step_names import facts_of, places_of
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.flat import local_state
 from ckpttool.formats import archives, dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
     alternatives,
     contents,
-    flat_parameters,
     foreign,
     listed_files,
     model_config,
@@ -39,8 +40,8 @@ from ckpttool.producers import (
 )
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import DCP_FILE, Layout, Producer
-from ckpttool.producers.directory import Directory
 from ckpttool.serialization import strict_json, unsafe_globals
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
 from ckpttool.storage import archives as storage_archives
@@ -48,6 +49,8 @@ from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
 from ckpttool.text import some
+from ckpttool.transfer.numbers import Array, numbers
+from ckpttool.transfer.read import read_box
 
 _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
@@ -417,7 +420,8 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         elif options.shapes:
             catalogue.facts["shapes without order"] = shapes
         parts.assign(catalogue)
-        flat_parameters.restore(source, options)
+        with closing(files.Pool()) as pool:
+            local_state.restore(source, options, partial(_numbers, source, pool))
         chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), location)
         catalogue.location = chosen
         if (found := foreign.describe(catalogue, chosen)) is not None:
@@ -429,6 +433,10 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source
+
+
+def _numbers(source: Source, pool: files.Pool, tensor: Tensor, start: int, count: int) -> Array:
+    return numbers(read_box(((start,), (count,)), tensor, source, pool), tensor.dtype)
 
 
 def _check_links(root: Location, catalogue: Catalogue) -> None:

@@ -26,9 +26,8 @@ from ckpttool.producers.components import (
     Pattern,
     Producer,
     match_components,
-    require_indexed_files,
 )
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 COMPOSER = Producer(
     "Composer",
@@ -70,14 +69,6 @@ PYTORCH_EXAMPLE = Producer(
 )
 
 _OF_TORCHTUNE = r"(ft-)?model-\d+-of-\d+"
-_FOR_PEFT = r"adapter_model\.(safetensors|bin)"
-
-
-def _add_adapter(directory: Directory, layout: Layout) -> None:
-    require_indexed_files(directory, layout)
-    if "adapter_model.pt" not in directory:  # else it is the same under the names of PEFT
-        layout.components += match_components(directory, (Pattern(_FOR_PEFT, "adapter_model"),)).components
-
 
 TORCHTUNE = Producer(
     "torchtune",
@@ -86,12 +77,11 @@ TORCHTUNE = Producer(
         Pattern(rf"{_OF_TORCHTUNE}\.(safetensors|bin)", "model", "shard"),
         Pattern(r"(model\.safetensors|pytorch_model\.bin)\.index\.json", kind="ignored"),
         Pattern(r"adapter_model\.pt", "adapter_model"),
-        Pattern(_FOR_PEFT, kind="ignored"),
+        Pattern(r"adapter_model\.(safetensors|bin)", "adapter_model", unless="adapter_model.pt"),  # the same for PEFT
         Pattern(r"recipe_state\.pt"),
         TEXTS,  # of the weights that training began with
         Pattern(r"epoch_\d+/", kind="ignored"),
     ),
-    adjust=_add_adapter,
     checkpoint_folders=r"epoch_\d+/",
 )
 

@@ -22,8 +22,8 @@ from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.producers import contents, twins
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.template import is_copied
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
 

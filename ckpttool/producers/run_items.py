@@ -13,9 +13,9 @@ from ckpttool.catalogue.step_names import places_of
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import recognise, runs
 from ckpttool.producers.components import DCP_FILE
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import opened
 from ckpttool.producers.runs import RunCheckpoint, RunDirectory
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, locate

@@ -24,7 +24,7 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.producers import recognise
 from ckpttool.producers.components import DCP_FILE, Producer
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import is_or_are, some
 

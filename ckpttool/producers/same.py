@@ -18,8 +18,8 @@ from ckpttool.errors import UsageError
 from ckpttool.formats import archives, deepspeed, rankfiles
 from ckpttool.producers import reader
 from ckpttool.producers.components import Component, Layout, Mounted, WritableLayout, deepest
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.template import FileTemplate, is_copied
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from ckpttool.producers.components import (
     Pattern,
     Producer,
     WritableLayout,
-    require_indexed_files,
 )
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -69,7 +68,6 @@ def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
         if "sharded/" in layout.unknown and contents.is_of_pieces(directory.folder("sharded")):
             layout.unknown.remove("sharded/")
         layout.components = [Component("")]
-    require_indexed_files(directory, layout)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

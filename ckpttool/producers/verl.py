@@ -17,7 +17,7 @@ from ckpttool.catalogue.entries import Object, Part, Path
 from ckpttool.errors import UsageError
 from ckpttool.formats import documents
 from ckpttool.producers.components import Layout, Pattern, Producer, WritableLayout, match_components
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder

@@ -14,9 +14,9 @@ from ckpttool.errors import UsageError
 from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader, same
 from ckpttool.producers.components import Producer, WritableLayout
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.open import open_source
 from ckpttool.producers.writer import OutputLayout
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
 

@@ -13,7 +13,7 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import CorruptError, DeniedError, ReadError
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:

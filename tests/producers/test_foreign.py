@@ -23,7 +23,7 @@ import ckpttool
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.producers import foreign
-from ckpttool.producers.directory import Directory
+from ckpttool.serialization.directory import Directory
 
 TOOLS = CHECKPOINTS / "other"
 # Of the models in `samples/generators/other_tools.py`: counted by hand, tied weights once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.producers.run_patterns import Versions, infer
+from ckpttool.resume.run_patterns import Versions, infer
 
 
 def once(*names: str) -> Versions:

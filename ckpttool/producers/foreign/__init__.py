@@ -15,8 +15,8 @@ from typing import Any
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import deferred
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.producers.directory import Directory
 from ckpttool.producers.foreign.recognition import Recognition
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 
 _WEIGHTS = ("safetensors", "torch")
@@ -26,10 +26,10 @@ _DIRECTORIES: tuple[tuple[str, str, _Recognise], ...] = (
     (
         r"mp_rank_\d\d(_\d{3})*/|latest_checkpointed_iteration\.txt",
         "Megatron-LM",
-        deferred(f"{__name__}.megatron", "recognise"),
+        deferred(f"{__name__}.directories", "megatron"),
     ),
-    (r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|\d+/", "Orbax", deferred(f"{__name__}.orbax", "recognise")),
-    (r"\d+_\d+\.distcp", "PaddlePaddle", deferred(f"{__name__}.paddle", "recognise")),
+    (r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|\d+/", "Orbax", deferred(f"{__name__}.directories", "orbax")),
+    (r"\d+_\d+\.distcp", "PaddlePaddle", deferred(f"{__name__}.directories", "paddle")),
 )
 _MEGATRON = "Megatron Core"
 _NAME = re.compile(r"scale|lora_|qweight$|_blocks$|absmax$|\.SCB$|^__positions__$|\.indices$|^prompt_embeddings$")
@@ -57,17 +57,17 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
 
         return deepspeed.describe(catalogue)
     if _MEGATRON in (catalogue.facts.get("producer"), catalogue.facts.get("writer")):
-        from ckpttool.producers.foreign import megatron
+        from ckpttool.producers.foreign import directories
 
-        return megatron.describe(catalogue)
+        return directories.describe_megatron(catalogue)
     if not _is_marked(catalogue):
         return None
-    from ckpttool.producers.foreign import deltas, peft, quantized
+    from ckpttool.producers.foreign import adapters, quantized
 
     metadata = _facts(location, "model.safetensors.index.json").get("metadata")
     return (
-        deltas.describe(catalogue, metadata if isinstance(metadata, dict) else {})
-        or peft.describe(catalogue, _facts(location, peft.CONFIG))
+        adapters.describe_update(catalogue, metadata if isinstance(metadata, dict) else {})
+        or adapters.describe(catalogue, _facts(location, adapters.CONFIG))
         or quantized.describe(catalogue, _quantization(location), scale_faults(catalogue, location))
     )
 

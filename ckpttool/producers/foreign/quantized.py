@@ -19,7 +19,7 @@ from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError
-from ckpttool.producers.foreign.recognition import Recognition
+from ckpttool.producers.foreign.recognition import Recognition, picked
 from ckpttool.text import plural, some
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -228,9 +228,7 @@ def describe(catalogue: Catalogue, config: Mapping[str, Any], faults: Sequence[C
     whole = len(found.schemes) - len(found.missing)
     if found.schemes:
         details["scales"] = f"found for {whole:,} of {len(found.schemes):,}"
-    for title, value in (("bits", config.get("bits")), ("group size", config.get("group_size"))):
-        if isinstance(value, int):
-            details[title] = value
+    details |= picked(config, {"bits": "bits", "group_size": "group size"})
     if isinstance(block := config.get("weight_block_size"), list):
         details["block"] = " x ".join(map(shown, block[:2]))
     if isinstance(text := config.get("format"), str):

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue
-from ckpttool.catalogue.protocols import NO_HINTS
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats import torchsave
 from ckpttool.storage.stores import Location
 
 FACT = "recognised"
@@ -81,20 +76,14 @@ class UnsupportedError(ReadError):
         return found
 
 
-class FileContents(NamedTuple):
-    """What one torch.save file holds, by name: values, and the shapes of tensors, tied ones once."""
-
-    values: dict[str, Any]
-    shapes: dict[str, Ints]
-
-
-def contents_of(location: Location) -> FileContents:
-    """Return what a torch.save file holds. Raises ReadError or CorruptError."""
-    with closing(torchsave.FORMAT.open(location, NO_HINTS)) as source:
-        catalogue = source.catalogue
-        tied = find_aliases(catalogue.tensors)
-        shapes = {t.name: t.shape for t in catalogue.tensors if t.path not in tied}
-        return FileContents({o.name: o.value for o in catalogue.objects}, shapes)
+def picked(values: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, str | int]:
+    """Return the texts and numbers among some values, by the titles of their keys. Pure."""
+    known = ((title, values.get(key)) for key, title in titles.items())
+    return {
+        title: f"{value:g}" if isinstance(value, float) else value
+        for title, value in known
+        if isinstance(value, (str, int, float))
+    }
 
 
 def ranks(n: int, what: str = "") -> str:

@@ -13,11 +13,11 @@ one way only is taken. `flat` has the same for files of ranks, which keep the pi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from math import prod
+from typing import Any
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
@@ -27,16 +27,15 @@ from ckpttool.errors import CkptError, CorruptError, UsageError
 from ckpttool.flat.fsdp1_parameters import owner_of, shapes_needed, unit_of, unordered
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.storage import files
 from ckpttool.text import some
-from ckpttool.transfer.numbers import Array, numbers
-from ckpttool.transfer.read import read_box
 
 _ALIGNMENTS = (2, 4, 8, 16)  # elements of 16 bytes, of every dtype that FSDP computes in
 _MAX_LEFT_OUT = 2  # kinds of tensors that look whole and are
 _SAMPLED = 1024  # elements of each end of a piece
 _PADDING = 42  # what FSDP puts between parameters
 _MAX_SHARED = 2  # names of one unit that are other names of its parameters
+Read = Callable[[Tensor, int, int], Any]
+"""Reads elements of a tensor of one dimension, from one on and so many, as an array of numbers."""
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class _Layout:
     shared: tuple[tuple[str, str], ...] = ()
 
 
-def restore(source: Source, options: OpenOptions) -> None:
+def restore(source: Source, options: OpenOptions, read: Read) -> None:
     """Replace the flat parameters of a source by the parameters in them. Without shapes, or with those of another
     model, that is a fault of its catalogue, and so is an optimizer of which the pieces of one rank are left."""
     catalogue = source.catalogue
@@ -69,7 +68,7 @@ def restore(source: Source, options: OpenOptions) -> None:
             flats = [dotted(flat.path) for model in models for flat in model.flats.values()]
             raise shapes_needed(f"{some(flats, 2)}: flat parameters of FSDP1 (LOCAL_STATE_DICT)", names=flats)
         for model in models:
-            _restore(source, model, options.shapes, ordered=options.ordered)
+            _restore(source, read, model, options.shapes, ordered=options.ordered)
     except CkptError as error:
         catalogue.faults.append(error)
 
@@ -107,7 +106,7 @@ def _lost_optimizers(catalogue: Catalogue) -> Iterator[CorruptError]:
             )
 
 
-def _restore(source: Source, model: _Model, shapes: Mapping[str, Ints], *, ordered: bool) -> None:
+def _restore(source: Source, read: Read, model: _Model, shapes: Mapping[str, Ints], *, ordered: bool) -> None:
     """Put the parameters of one state dict in the place of its flat parameters, and of the pieces under their names."""
     flats = {unit: flat for unit, flat in model.flats.items() if shapes.get(str(flat.path[-1])) != flat.shape}
     lines = [name for name, one in model.others.items() if len(one.shape) == 1 and one.dtype.kind == "float"]
@@ -126,12 +125,13 @@ def _restore(source: Source, model: _Model, shapes: Mapping[str, Ints], *, order
     restored: dict[str, Tensor] = {}
     for unit, flat in flats.items():
         names = [name for name in order if owner_of(name, flats) == unit]
-        restored |= _restored(source, model, flat, names, shapes, pieces, ordered=ordered)
+        restored |= _restored(source, read, model, flat, names, shapes, pieces, ordered=ordered)
     _replace(source.catalogue, flats, restored, shapes)
 
 
 def _restored(
     source: Source,
+    read: Read,
     model: _Model,
     flat: Tensor,
     names: Sequence[str],
@@ -142,12 +142,9 @@ def _restored(
 ) -> dict[str, Tensor]:
     """Return the parameters in a flat parameter by name."""
     layouts = list(dict.fromkeys(_layouts(model, flat, names, shapes, pieces)))
-    with closing(files.Pool()) as pool:
-        layouts = [
-            one
-            for one in layouts
-            if _has_padding(one, source, pool, flat, shapes) and _has_values(one, source, pool, flat, model, shapes)
-        ]
+    layouts = [
+        one for one in layouts if _has_padding(one, read, flat, shapes) and _has_values(one, read, flat, model, shapes)
+    ]
     if not layouts:
         total = sum(prod(shapes[name]) for name in names)
         raise CorruptError(
@@ -266,9 +263,7 @@ def _has_lengths(
     return True
 
 
-def _has_values(
-    layout: _Layout, source: Source, pool: files.Pool, flat: Tensor, model: _Model, shapes: Mapping[str, Ints]
-) -> bool:
+def _has_values(layout: _Layout, read: Read, flat: Tensor, model: _Model, shapes: Mapping[str, Ints]) -> bool:
     """Return whether what is left of the pieces begins and ends with the bytes that the flat parameter has there."""
     begins = dict(layout.begins)
     begins |= {name: begins[first] for name, first in layout.shared}
@@ -277,30 +272,25 @@ def _has_values(
         if piece is None or not piece.numel or piece.dtype != flat.dtype:
             continue
         count = min(piece.numel, _SAMPLED)
-        places = [(at, _read(piece, at, count, source, pool)) for at in {0, piece.numel - count}]
+        places = [(at, read(piece, at, count).tobytes()) for at in {0, piece.numel - count}]
         end, found = begin + prod(shapes[name]), False
         for offsets, sizes in zip(flat.chunks.offsets, flat.chunks.sizes, strict=True):
             low, high = max(begin, offsets[0]), min(end, offsets[0] + sizes[0])
             if high - low == piece.numel:
-                found |= all((_read(flat, low + at, count, source, pool) == bits).all() for at, bits in places)
+                found |= all(read(flat, low + at, count).tobytes() == given for at, given in places)
         if not found:
             return False
     return True
 
 
-def _has_padding(layout: _Layout, source: Source, pool: files.Pool, flat: Tensor, shapes: Mapping[str, Ints]) -> bool:
+def _has_padding(layout: _Layout, read: Read, flat: Tensor, shapes: Mapping[str, Ints]) -> bool:
     """Return whether everything between the parameters is padding."""
     last = 0
     for name, begin in (*layout.begins, ("", flat.shape[0])):
-        between = _read(flat, last, begin - last, source, pool)
-        if begin > last and not (numbers(between, flat.dtype) == _PADDING).all():
+        if begin > last and not (read(flat, last, begin - last) == _PADDING).all():
             return False
         last = begin + prod(shapes.get(name, ()))
     return True
-
-
-def _read(tensor: Tensor, start: int, count: int, source: Source, pool: files.Pool) -> Array:
-    return read_box(((start,), (count,)), tensor, source, pool)
 
 
 def _replace(
