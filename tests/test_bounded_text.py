@@ -175,7 +175,7 @@ SPELT = {
     "models.key_maps": "names of ours",
     "reports.templates": "sentences of ours",
     "analysis.saved_state": "keys, which are hashed",
-    "producers.foreign.quantized": CONFIG,
+    "producers.foreign.weights": CONFIG,
     "serialization.safetensors_header": "known to be a list of integers",
     "remote.hub.answers": "JSON of a server, in which nothing is shared",
     "training.fill": "keys, which are hashed",

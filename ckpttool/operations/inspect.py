@@ -132,8 +132,9 @@ def inspect(
             # What is wrong stops a conversion; whoever looks wants to see the rest all the same.
             faults = _truncated(catalogue, catalogue.faults or [error])
             unread = [fault for fault in faults if "needs" in fault.facts]  # something else is missing, not a byte
-            unopened = [fault for fault in faults if isinstance(fault, ReadError) and fault not in unread]
-            damaged = _folded([fault for fault in faults if fault not in unread + unopened])
+            others = [fault for fault in faults if "needs" not in fault.facts]
+            unopened = [fault for fault in others if isinstance(fault, ReadError)]
+            damaged = _folded([fault for fault in others if not isinstance(fault, ReadError)])
             catalogue.warnings[:0] = [
                 *(Warning("damaged", f"damaged: {text}") for text in damaged),
                 *(

@@ -20,9 +20,10 @@ from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.shown import spelt
 from ckpttool.errors import CkptError, OverwriteError, UsageError
+from ckpttool.models.weight_names import outdated
 from ckpttool.operations import arguments, secrets, write
 from ckpttool.operations.write import Conversion, WriteOptions
-from ckpttool.producers.published import below, in_order, is_commit, outdated, replaced
+from ckpttool.producers.published import below, in_order, is_commit, replaced
 from ckpttool.storage import stores, workspace
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.writers import ALONE, Writers

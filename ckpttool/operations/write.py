@@ -25,7 +25,7 @@ from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
 from ckpttool.operations import arguments
 from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
-from ckpttool.producers import same
+from ckpttool.producers import writable
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import (
     checkpoint_around,
@@ -694,7 +694,7 @@ def _summarise(result: Conversion, source: Source, plan: Planned, target: Format
     result.notes += [f"{text}; {MISSPELT}" for text in misspelt(source.catalogue)]
     # `format` names the library that wrote the file, and is written anew.
     remarks = {str(name) for name in source.catalogue.facts.get("metadata", ())} - {"format"}
-    if remarks and target.name not in (source.catalogue.format, same.SAME):
+    if remarks and target.name not in (source.catalogue.format, writable.SAME):
         names = ", ".join(f"`{name}`" for name in sorted(remarks)[:5])
         result.notes.append(f"`__metadata__` of the source is dropped, {target.name} has no place for it: {names}")
     result.notes[:0] = chosen_of_run(source.catalogue)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
@@ -81,47 +82,40 @@ _RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_
 _OWN_RNG = re.compile(r"step|(torch|xm)_\w*seed")
 
 
-def _numbered(stem: str, number: int) -> str:
-    return f"{stem}_{number}" if number else stem
+Files = tuple[tuple[str, str, str], ...]
+"""Parts by their kind, with the name of the file of each and its format; `{n}` is the number of the part, `{_n}` that
+of another than the first."""
+OF_SHARDED: Files = (("model", "pytorch_model_fsdp_{n}", "dcp"), ("optimizer", "optimizer_{n}", "dcp"))
+_OPTIMIZER: Files = (("optimizer", "optimizer{_n}.bin", "torch"),)
+_OF_FULL: Files = (("model", "pytorch_model_fsdp{_n}.bin", "torch"), *_OPTIMIZER)
+_OF_DDP: Files = (("model", "model{_n}.safetensors", "safetensors"), *_OPTIMIZER)
+_OF_UNTIED: Files = (("model", "pytorch_model{_n}.bin", "torch"), *_OPTIMIZER)
 
 
-def _write_sharded(builder: LayoutBuilder) -> OutputLayout:
-    add_sharded(builder)
-    return _write_rest(builder)
-
-
-def add_sharded(builder: LayoutBuilder, limit: int | None = None) -> None:
-    """Add models and optimizers as DCP directories, the first `limit` of each."""
-    for kind, stem in (("model", "pytorch_model_fsdp"), ("optimizer", "optimizer")):
+def add_files(builder: LayoutBuilder, files: Files, limit: int | None = None) -> None:
+    """Add parts as files, or as folders of DCP, the first `limit` of each kind."""
+    for kind, name, format in files:
         for n, part in [*builder.numbered(kind)][:limit]:
-            builder.add_part(part, f"{stem}_{n}", "dcp", (_numbered(kind, n),), key=(kind,))
+            of_number = f"_{n}" if n and "{" in name else ""
+            key = (kind,) if format == "dcp" else ()
+            builder.add_part(part, name.format(n=n, _n=of_number), format, (f"{kind}{of_number}",), key=key)
 
 
-def _write_full(builder: LayoutBuilder) -> OutputLayout:
-    _add_whole(builder, "model", "pytorch_model_fsdp")
-    _add_whole(builder, "optimizer")
+def _write(builder: LayoutBuilder, files: Files) -> OutputLayout:
+    add_files(builder, files)
     return _write_rest(builder)
 
 
 def _write_ddp(builder: LayoutBuilder) -> OutputLayout:
     ties_known = any(t.alias for t in builder.catalogue.tensors if t.part.kind == "model")
-    if builder.catalogue.format in ("dcp", "rankfiles") and not ties_known:
-        # These formats do not store ties. `load_model` of safetensors refuses a tied tensor that is there under both
-        # names, `load_state_dict` takes it.
-        _add_whole(builder, "model", "pytorch_model")
-    else:
-        _add_whole(builder, "model", "model", ".safetensors", "safetensors")
-    _add_whole(builder, "optimizer")
-    return _write_rest(builder)
-
-
-def _add_whole(builder: LayoutBuilder, kind: str, stem: str = "", suffix: str = ".bin", format: str = "torch") -> None:
-    for n, part in builder.numbered(kind):
-        builder.add_part(part, _numbered(stem or kind, n) + suffix, format, (_numbered(kind, n),))
+    # These formats do not store ties. `load_model` of safetensors refuses a tied tensor that is there under both names,
+    # `load_state_dict` takes it.
+    is_untied = builder.catalogue.format in ("dcp", "rankfiles") and not ties_known
+    return _write(builder, _OF_UNTIED if is_untied else _OF_DDP)
 
 
 def _write_rest(builder: LayoutBuilder) -> OutputLayout:
-    _add_whole(builder, "scheduler")
+    add_files(builder, (("scheduler", "scheduler{_n}.bin", "torch"),))
     builder.add_scaler()
     loaders = [*builder.stateful_loaders()]
     for part in builder.parts("dataloader"):
@@ -144,8 +138,10 @@ def _is_sampler(catalogue: Catalogue, part: Part) -> bool:
     return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
 
 
-_SHARDED = WritableLayout("accelerate:sharded", "fqn", _write_sharded, chunked=True)  # FSDP with SHARDED_STATE_DICT
-_FULL = WritableLayout("accelerate:full", "fqn", _write_full)  # FSDP with FULL_STATE_DICT
+_SHARDED = WritableLayout(
+    "accelerate:sharded", "fqn", partial(_write, files=OF_SHARDED), chunked=True
+)  # FSDP with SHARDED_STATE_DICT
+_FULL = WritableLayout("accelerate:full", "fqn", partial(_write, files=_OF_FULL))  # FSDP with FULL_STATE_DICT
 _DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)  # one process, or DDP
 
 

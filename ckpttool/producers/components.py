@@ -80,9 +80,8 @@ class Component:
 
 class Mounted(NamedTuple):
     """A component as it was opened: `Mounted(component, "optimizer.pt", "torch")`. `files` are those of ranks or
-    shards, `copies` those that hold the same as the one that was read, `digits` the least of the number of a rank in
-    their names; one that `is_copied` is written as a `template` says. Of an asset, `format` is "asset" and `copies`
-    where it lies."""
+    shards, `copies` those that hold the same as the one that was read; one that `is_copied` is written as a `template`
+    says. Of an asset, `format` is "asset" and `copies` where it lies."""
 
     component: Component
     name: str
@@ -91,12 +90,17 @@ class Mounted(NamedTuple):
     file_count: int = 1
     files: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
-    digits: int = 1
     is_copied: bool = False
 
     @property
     def root(self) -> Path:
         return self.component.root
+
+    @property
+    def digits(self) -> int:
+        """The least digits of the number of a rank in the names of its files."""
+        around = len(self.name) - 1
+        return min((len(name) - around for name in self.files), default=1) if "*" in self.name else 1
 
 
 @dataclass(slots=True)
@@ -240,6 +244,7 @@ _OTHER_FORMAT = re.compile(
 TEXTS = Pattern(r".*\.(json|ya?ml|txt)", kind="asset")
 # Of DCP, with or without its index.
 DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
+WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
 
 
@@ -280,7 +285,7 @@ def match_components(
         elif pattern.kind != "ignored":
             layout.components += [_component(pattern, m, root) for m in sorted(matches, key=_number)]
             if pattern.kind == "per rank" and matches:
-                check_ranks(layout, [m.string for m in matches], [int(m["rank"]) for m in matches], None)
+                check_ranks(layout, matches)
             if pattern.kind == "shard" and matches:
                 count = matches[0].groupdict().get("count")
                 check_shards(layout, matches[0].string.partition("-")[0], len(matches), count)
@@ -320,26 +325,33 @@ def _component(pattern: Pattern, match: re.Match[str], above: Path) -> Component
     return replace(component, root=(*root, parts.rank_key(rank)), rank=rank) if is_per_rank else component
 
 
-def _add_rank_files(layout: Layout, pattern: Pattern, all_matches: list[re.Match[str]], above: Path) -> None:
+def _add_rank_files(layout: Layout, pattern: Pattern, matches: Iterable[re.Match[str]], above: Path) -> None:
     """Add files that differ only in their rank as one component."""
+    for name, of_rank in rank_sets(matches).items():
+        component = _component(pattern, of_rank[0], above)
+        layout.components.append(replace(component, name=name, files=check_ranks(layout, of_rank)))
+
+
+def rank_sets(matches: Iterable[re.Match[str]]) -> dict[str, list[re.Match[str]]]:
+    """Return the matches of names that differ only in their group `rank`, by the name with a `*` and in the order of
+    their ranks."""
     sets: dict[str, list[re.Match[str]]] = {}
-    for match in all_matches:
+    for match in matches:
         begin, end = match.span("rank")
         sets.setdefault(f"{match.string[:begin]}*{match.string[end:]}", []).append(match)
-    for name, matches in sets.items():
-        matches.sort(key=_number)
-        files = tuple(m.string for m in matches)
-        world_size = matches[0].groupdict().get("world")
-        check_ranks(layout, files, [int(m["rank"]) for m in matches], int(world_size) if world_size else None)
-        layout.components.append(replace(_component(pattern, matches[0], above), name=name, files=files))
+    return {name: sorted(of_rank, key=_number) for name, of_rank in sets.items()}
 
 
-def check_ranks(layout: Layout, files: Sequence[str], present: list[int], world_size: int | None) -> None:
-    """Add the ranks to `missing` that have no file. Ranks count from 0."""
+def check_ranks(layout: Layout, of_rank: Sequence[re.Match[str]]) -> tuple[str, ...]:
+    """Add the ranks to `missing` that have no file, by the world size if the names have it, and return the files. Ranks
+    count from 0."""
+    files, present = tuple(match.string for match in of_rank), [int(match["rank"]) for match in of_rank]
+    world_size = next((int(m["world"]) for m in of_rank if m.groupdict().get("world")), None)
     count = world_size if world_size is not None else max(present) + 1
     absent = sorted(set(range(count)) - set(present)) if world_size is None or count <= 1 << 20 else []
     if absent:
         layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")
+    return files
 
 
 def check_shards(layout: Layout, stem: str, present: int, count: str | None) -> None:

@@ -36,6 +36,7 @@ from ckpttool.producers.components import (
     Layout,
     check_ranks,
     check_shards,
+    rank_sets,
 )
 from ckpttool.serialization import other_files
 from ckpttool.serialization.directory import Directory
@@ -220,23 +221,16 @@ def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Ite
 
 def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the sets of files whose names differ in a rank alone."""
-    sets: dict[tuple[str, str], dict[int, tuple[str, int | None]]] = defaultdict(dict)
-    for name in names:
-        if not name.endswith("/") and (match := _rank_in(name)) is not None:
-            begin, end = match.span("rank")
-            world = match.groupdict().get("world")
-            sets[name[:begin], name[end:]][int(match["rank"])] = name, int(world) if world else None
-    for (before, after), of_rank in sets.items():
+    matches = filter(None, (_rank_in(name) for name in names if not name.endswith("/")))
+    for name, of_rank in rank_sets(matches).items():
+        before = name.partition("*")[0]
         is_named = _RANK.search(f"{before}0") is not None
-        if not is_named and sorted(of_rank) != [*range(max(2, len(of_rank)))]:
+        if not is_named and [int(match["rank"]) for match in of_rank] != [*range(max(2, len(of_rank)))]:
             continue
         # Else only shards say that a number is a rank, and not that of a model or an optimizer.
         is_of_rank = is_named or parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
-        if not (is_of_rank or all(mentions_shards(directory.at(name)) for name, _ in of_rank.values())):
-            continue
-        present = tuple(of_rank[rank][0] for rank in sorted(of_rank))
-        check_ranks(layout, present, [*of_rank], next((world for _, world in of_rank.values() if world), None))
-        yield Component(f"{before}*{after}", files=present, kind="rank files", by_name=True)
+        if is_of_rank or all(mentions_shards(directory.at(match.string)) for match in of_rank):
+            yield Component(name, files=check_ranks(layout, of_rank), kind="rank files", by_name=True)
 
 
 def _rank_in(name: str) -> re.Match[str] | None:
@@ -265,6 +259,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         layout.components.append(Component(name, files=(name,)))
     else:
         try:
+            head = b""
             location.check_readable()
             head = location.head(_HEAD)
             is_text = _is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
@@ -274,7 +269,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         except CkptError as error:
             is_data = formats.DATA_FILE.fullmatch(name) is not None
             hint = error.hint if is_data or type(error) is not ReadError else _STATE
-            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(error) else hint
+            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
             layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
 
 

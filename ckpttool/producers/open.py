@@ -29,17 +29,16 @@ from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import (
     alternatives,
+    beside,
     contents,
     foreign,
-    listed_files,
-    model_config,
     read_only,
     reader,
     runs,
     transformers,
 )
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import DCP_FILE, Layout, Producer
+from ckpttool.producers.components import WHOLE, Layout, Producer
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
@@ -56,16 +55,23 @@ _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # p
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
 _MAX_SHAPES = 64 << 20
 _MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
-_WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
 _OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
 _INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
-def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDirectory | None = None) -> Source:
+def open_at(
+    location: Location,
+    options: OpenOptions = NO_HINTS,
+    run: runs.RunDirectory | None = None,
+    directory: Directory | None = None,
+) -> Source:
     """Recognise what lies at a location, and open it; of a run, its newest complete checkpoint. `run` is the run that
-    the location was chosen from. Raises ReadError or CorruptError."""
-    directory = Directory(location) if location.is_dir() else None
+    the location was chosen from, `directory` the listing if it is a directory that was listed. Raises ReadError or
+    CorruptError."""
+    if directory is None and location.is_dir():
+        directory = Directory(location)
+    location = directory.path if directory is not None else location
     if directory is None:
         source = _open_files(location, options)
     else:
@@ -76,7 +82,7 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
             source = reader.open_directory(producer, directory, options)
             run = run or _beside(directory, producer)
         else:
-            inner = None if directory.has(_WHOLE) else runs.find(directory)
+            inner = None if directory.has(WHOLE) else runs.find(directory)
             if inner is not None and (newest := _open_newest(inner, options, run or inner)) is not None:
                 return newest
             source = _open_directory(location, directory, options)
@@ -84,8 +90,8 @@ def open_at(location: Location, options: OpenOptions = NO_HINTS, run: runs.RunDi
                 source.close()
                 others = {name for one in run.checkpoints if one != run.chosen for name in one.files}
                 source = reader.open_layout(contents.layout(directory, without=others), directory, options)
-        source.catalogue.warnings += [*_unseen(directory), *_unread(directory, source.catalogue)]
-    source.catalogue.facts |= model_config.facts(location, directory, source.catalogue)
+        source.catalogue.warnings += _unread(directory, source.catalogue)
+    source.catalogue.facts |= beside.facts(location, directory, source.catalogue)
     source.catalogue.facts |= facts_of([location.name], [file.name for file in source.catalogue.own_files])
     if run is not None:
         describe_run(source.catalogue, run)
@@ -131,11 +137,17 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
     assert chosen is not None
     is_folder = chosen.path.is_dir()
     files_of_step = list(chosen.files)
-    source = _open_step(directory, files_of_step, options, run) if files_of_step else open_at(chosen.path, options, run)
-    beside = [*_of_no_step(inner)]
-    others = _others(inner, beside, source.catalogue)
-    is_part = len(inner.checkpoints) == 1 and is_folder and producers.recognise(Directory(chosen.path)) is None
-    if (others and is_part) or (not is_folder and _are_ranks(inner, source.catalogue)):
+    if files_of_step:
+        source = _open_step(directory, files_of_step, options, run)
+    else:
+        source = open_at(chosen.path, options, run, directory.folder(chosen.name) if is_folder else None)
+    if not is_folder and _are_ranks(inner, source.catalogue):
+        source.close()
+        return None
+    of_no_step = [*_of_no_step(inner)]
+    others = _others(inner, of_no_step, source.catalogue)
+    is_only = len(inner.checkpoints) == 1 and is_folder
+    if others and is_only and producers.recognise(directory.folder(chosen.name)) is None:
         source.close()
         return None
     is_open = chosen.producer in _OF_MODELS and not (inner.newer and is_folder)
@@ -144,8 +156,8 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
         source.close()
         names = files_of_step or [_below(directory.path, chosen.path)]
         source = _open_step(directory, [*names, *(_below(directory.path, one) for one in read)], options, run)
-    named = inner.named or directory.path
-    if copies := [_below(named, one) for one in beside if one not in others]:
+    named = inner.named.path if inner.named is not None else directory.path
+    if copies := [_below(named, one) for one in of_no_step if one not in others]:
         text = f"not opened, as they are of no step: {some(copies)}"
         source.catalogue.warnings.append(Warning("chosen", text))
     for one, error in others.items():
@@ -168,12 +180,14 @@ def _are_ranks(run: runs.RunDirectory, newest: Catalogue) -> bool:
     return False
 
 
-def _others(run: runs.RunDirectory, beside: Iterable[Location], newest: Catalogue) -> dict[Location, CkptError | None]:
-    """Return what holds other state than a checkpoint of a run, of all that lies `beside` the newest and of its other
+def _others(
+    run: runs.RunDirectory, of_no_step: Iterable[Location], newest: Catalogue
+) -> dict[Location, CkptError | None]:
+    """Return what holds other state than a checkpoint of a run, of what lies beside the newest and of its other
     checkpoints that are called otherwise, with the error if it cannot be opened. The best or a final model has the same
     tensors, or most of them."""
     complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
-    locations = [*beside, *(location for one in complete for location in run.locations(one))]
+    locations = [*of_no_step, *(location for one in complete for location in run.locations(one))]
     found = dict[Location, CkptError | None]()
     if not locations:
         return found
@@ -303,21 +317,14 @@ def _inside(
     return found_inside(location, [*below, *others])
 
 
-def _unseen(directory: Directory) -> list[Warning]:
-    """Return warnings of the tools that could not be looked for in a directory."""
-    return [
-        Warning("not-looked", f"{tool}: could not look ({error.message})", file=error.facts.get("file"))
-        for tool, error in directory.unseen.items()
-    ]
-
-
 def _unread(directory: Directory, catalogue: Catalogue) -> Iterator[Warning]:
-    """Yield a warning for each file beside the state that is a link out of the directory: it is not read."""
-    for name in dict.fromkeys(
-        (*catalogue.facts.get("assets", ()), *filter(directory.__contains__, (model_config.NAME,)))
-    ):
-        if directory.leads_out(name):
-            yield Warning("left-out", f"`{name}`: a link that leaves the checkpoint, which is not read", file=name)
+    """Yield warnings of the tools that could not be looked for in a directory, and of the files beside the state that
+    are links out of it: they are not read."""
+    for tool, error in directory.unseen.items():
+        yield Warning("not-looked", f"{tool}: could not look ({error.message})", file=error.facts.get("file"))
+    names = (*catalogue.facts.get("assets", ()), *filter(directory.__contains__, (beside.CONFIG,)))
+    for name in filter(directory.leads_out, dict.fromkeys(names)):
+        yield Warning("left-out", f"`{name}`: a link that leaves the checkpoint, which is not read", file=name)
 
 
 def _beside(directory: Directory, producer: Producer) -> runs.RunDirectory | None:
@@ -359,18 +366,15 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
     own = {file.location for file in catalogue.own_files}
-    of_step = [one for one in run.of_same_step if not any(_is_read(each, own) for each in run.locations(one))]
-    if of_step:
-        text = f"`{chosen.name}` is opened; of the same step there are also {some([one.name for one in of_step])}"
+    same = ((one.name, at) for one in run.of_same_step for at in run.locations(one))
+    read = {name for name, at in same if any(file == at or file.is_below(at) for file in own)}
+    if of_step := [one.name for one in run.of_same_step if one.name not in read]:
+        text = f"`{chosen.name}` is opened; of the same step there are also {some(of_step)}"
         catalogue.warnings.append(Warning("chosen", text))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
         text = f"`{name}` names step {step}, but step {chosen.step} is opened"
         catalogue.warnings.append(Warning("chosen", text))
-
-
-def _is_read(location: Location, own: Collection[Location]) -> bool:
-    return any(file == location or file.is_below(location) for file in own)
 
 
 def _of_no_step(run: runs.RunDirectory) -> Iterator[Location]:
@@ -380,9 +384,9 @@ def _of_no_step(run: runs.RunDirectory) -> Iterator[Location]:
     place, named = run.directory.path, run.named
     names = _may_hold_state(run.directory, of_steps) if place.store.is_local else run.beside
     yield from (place / name.rstrip("/") for name in (*names, *run.folders_beside))
-    while named is not None and named.store.is_local and place != named and place.is_below(named):
+    while named is not None and place.store.is_local and place != named.path and place.is_below(named.path):
         below, place = place, place.parent
-        above = runs.RunDirectory(Directory(place), [], None)
+        above = runs.RunDirectory(named if place == named.path else Directory(place), [], None)
         names = [*_may_hold_state(above.directory, ()), *above.folders_beside]
         yield from (one for one in (place / name.rstrip("/") for name in names) if one != below)
 
@@ -429,7 +433,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         catalogue.warnings += _unsafe(catalogue, named)
         _keep_versions(catalogue, seen)
         _check_links(chosen, catalogue)
-        listed_files.annotate(chosen, catalogue)
+        beside.annotate(chosen, catalogue)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
     return CombinedSource.over(source, location.store.close) if is_remote else source

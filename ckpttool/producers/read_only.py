@@ -18,15 +18,7 @@ OLMo-core `train/checkpoint.py`, OLMo `checkpoint.py`, torch_checkpointing 0.1.1
 from __future__ import annotations
 
 from ckpttool.catalogue.warning import Warning
-from ckpttool.producers.components import (
-    DCP_FILE,
-    DCP_FILES,
-    TEXTS,
-    Layout,
-    Pattern,
-    Producer,
-    match_components,
-)
+from ckpttool.producers.components import DCP_FILE, DCP_FILES, TEXTS, Layout, Pattern, Producer, match_components
 from ckpttool.serialization.directory import Directory
 
 COMPOSER = Producer(
@@ -38,8 +30,6 @@ COMPOSER = Producer(
     confirm=lambda catalogue: any(path[:1] == ("state",) for path in catalogue.entries),
 )
 LIGHTNING = Producer("Lightning", (r"meta\.pt", DCP_FILE), (DCP_FILES, Pattern(r"meta\.pt")), whole=True)
-
-
 MEGATRON = Producer(
     "Megatron Core",
     (DCP_FILE, r"metadata\.json"),
@@ -51,8 +41,6 @@ MEGATRON = Producer(
     whole=True,
     applies=lambda directory: "sharded_backend" in directory.facts("metadata.json"),
 )
-
-
 TORCH_CHECKPOINTING = Producer(
     "torch_checkpointing",
     (r"metadata\.pkl", r"\w+_\d+\.pt"),

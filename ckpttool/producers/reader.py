@@ -19,13 +19,14 @@ from ckpttool.formats import documents, rankfiles, torchsave
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
-from ckpttool.producers import contents, twins
+from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest
 from ckpttool.producers.template import is_copied
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural
+from ckpttool.transfer import twins
 
 
 def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
@@ -42,9 +43,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
         # A second file of the model has turned out to be another one.
         source.close()
         source = open_layout(_beside_state(layout, producer, directory), directory, options)
-    source.catalogue.faults += [
-        _incomplete(text, directory, **facts) for text, facts in _too_few_ranks(layout, source.catalogue)
-    ]
+    source.catalogue.faults += _too_few_ranks(layout, directory, source.catalogue.world_size)
     if producer.confirm is None or producer.confirm(source.catalogue):
         source.catalogue.facts["producer"] = producer.name
     source.catalogue.warnings += _absent_parts(layout.absent, own, source.catalogue)
@@ -110,19 +109,17 @@ def _of_component(error: CkptError, directory: Directory, name: str, root: str) 
     return type(error)(message, hint=error.hint, **{"file": directory.at(name), **error.facts, **absent})
 
 
-def _too_few_ranks(layout: Layout, catalogue: Catalogue) -> list[tuple[str, dict[str, list[str]]]]:
-    """Return the sets of one file per rank that end before the last rank of the checkpoint, and their parts."""
-    components, world_size = layout.components, catalogue.world_size
+def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Iterator[CorruptError]:
+    """Yield a fault for each set of one file per rank that ends before the last rank of the checkpoint."""
+    components = layout.components
     last_file = {c.root[:-1]: c.name for c in components if c.kind == "per rank"}.values()
     sets = [c for c in components if c.kind == "rank files" and "*" in c.name and not c.glob]
     counts = [(c, 1 + max(rank for rank, _ in _by_rank(c))) for c in sets]
     counts += [(c, 1 + (c.rank or 0)) for c in components if c.name in last_file]
-    text = "`{}` is of {}, but {} have written: the rest is missing"
-    return [
-        (text.format(c.name, plural(count, "rank"), world_size), {"concerns": [dotted(c.root[:1])]} if c.root else {})
-        for c, count in counts
-        if count < world_size
-    ]
+    for c, count in counts:
+        if count < world_size:
+            text = f"`{c.name}` is of {plural(count, 'rank')}, but {world_size} have written: the rest is missing"
+            yield _incomplete(text, directory, **({"concerns": [dotted(c.root[:1])]} if c.root else {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +298,9 @@ def _is_rank_local(component: Component) -> bool:
     return bool(component.root) and parts.kind_of_key(component.root[-1]) in parts.PER_RANK
 
 
-def _ranks_in(component: Component) -> list[str]:
-    begin, _, end = component.name.partition("*")
-    return [name[len(begin) : len(name) - len(end)] for name in component.files]
-
-
 def _by_rank(component: Component) -> list[tuple[int, str]]:
-    return [(int(rank), name) for rank, name in zip(_ranks_in(component), component.files, strict=True)]
+    begin, _, end = component.name.partition("*")
+    return [(int(name[len(begin) : len(name) - len(end)]), name) for name in component.files]
 
 
 def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
@@ -321,7 +314,7 @@ def _mounted(component: Component, catalogue: Catalogue) -> Mounted:
         return one
     if len(component.files) == 1:
         return one._replace(name=component.files[0])
-    return one._replace(files=component.files, digits=min(map(len, _ranks_in(component))))
+    return one._replace(files=component.files)
 
 
 def _listed(mounted: Iterable[Mounted]) -> list[dict[str, Any]]:
@@ -336,8 +329,8 @@ def _listed(mounted: Iterable[Mounted]) -> list[dict[str, Any]]:
                 continue
             before, _, after = path.rpartition(str(one.component.rank))
             path = f"{before}*{after}"
-        row = {"path": path, "root": dotted(root), "format": one.format, "layout": one.layout}
-        rows.append({**row, "file_count": one.file_count})
+        how = {"format": one.format, "layout": one.layout, "file_count": one.file_count}
+        rows.append({"path": path, "root": dotted(root), **how})
     return rows
 
 

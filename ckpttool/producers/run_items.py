@@ -12,15 +12,13 @@ from ckpttool import formats
 from ckpttool.catalogue.step_names import places_of
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.producers import recognise, runs
-from ckpttool.producers.components import DCP_FILE
+from ckpttool.producers.components import WHOLE
 from ckpttool.producers.open import opened
 from ckpttool.producers.runs import RunCheckpoint, RunDirectory
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import Location, locate
-
-_WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint
 
 
 @dataclass(slots=True)
@@ -67,7 +65,7 @@ def _runs_at(location: Location) -> list[tuple[Directory, list[RunCheckpoint]]]:
     directory = Directory(location)
     producer = recognise(directory)
     if producer is None:
-        return [] if directory.has(_WHOLE) else runs.every(directory) or _alternatives(directory)
+        return [] if directory.has(WHOLE) else [*runs.every(directory)] or _alternatives(directory)
     if not (folders := producer.checkpoint_folders) or not directory.has(folders):
         return []
     # A final model lies beside the checkpoints, and is one of them.

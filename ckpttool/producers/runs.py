@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from operator import and_
 
 from ckpttool import formats
@@ -88,7 +88,7 @@ class RunDirectory:
     directory: Directory
     checkpoints: list[RunCheckpoint]
     chosen: RunCheckpoint | None
-    named: Location | None = None
+    named: Directory | None = None
 
     @property
     def newer(self) -> list[RunCheckpoint]:
@@ -187,7 +187,7 @@ def find(directory: Directory) -> RunDirectory | None:
 def with_newest(directory: Directory, checkpoints: list[RunCheckpoint], named: Directory | None = None) -> RunDirectory:
     """Return the run with its newest complete checkpoint chosen; `named` is what errors call it. Raises ReadError."""
     ordered, path = sorted(checkpoints, key=_order), (named or directory).path
-    return RunDirectory(directory, ordered, _newest(path, ordered), path)
+    return RunDirectory(directory, ordered, _newest(path, ordered, directory), named or directory)
 
 
 def inside(directory: Directory) -> list[RunCheckpoint]:
@@ -200,22 +200,19 @@ def inside(directory: Directory) -> list[RunCheckpoint]:
 
 
 def search(directory: Directory) -> tuple[Directory, list[RunCheckpoint]]:
-    """Return the directory in or below another that has checkpoints, and them, oldest first."""
-    runs = ((inner, in_directory(inner)) for inner in (directory, *_below(directory)))
-    return next((run for run in runs if run[1]), (directory, []))
+    """Return the first of `every`; of no run, the directory itself and no checkpoints."""
+    return next(every(directory), (directory, []))
 
 
-def every(directory: Directory) -> list[tuple[Directory, list[RunCheckpoint]]]:
-    """Return all directories with checkpoints in or below another, and these, oldest first: a run may have several
+def every(directory: Directory) -> Iterator[tuple[Directory, list[RunCheckpoint]]]:
+    """Yield all directories with checkpoints in or below another, and these, oldest first: a run may have several
     versions. One that has checkpoints itself is the only one."""
-    if own := in_directory(directory):
-        return [(directory, own)]
-    found: list[tuple[Directory, list[RunCheckpoint]]] = []
-    for inner in _below(directory):
-        is_inside = any(inner.path.is_below(above.path) for above, _ in found)
+    above: list[Directory] = []
+    for inner in chain((directory,), _below(directory)):
+        is_inside = any(inner.path.is_below(one.path) for one in above)
         if not is_inside and (checkpoints := in_directory(inner)):
-            found.append((inner, checkpoints))
-    return found
+            above.append(inner)
+            yield inner, checkpoints
 
 
 def in_directory(directory: Directory) -> list[RunCheckpoint]:
@@ -252,11 +249,11 @@ def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
             yield from _below(inner, depth + 1)
 
 
-def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
+def _newest(path: str, checkpoints: list[RunCheckpoint], directory: Directory) -> RunCheckpoint:
     """Return the complete checkpoint of the highest step, or without steps the one that is pointed to. Newer ones whose
     indexes show that they are not complete are marked in `checkpoints`."""
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
-        checkpoint = checkpoints[i] = judged(checkpoint)
+        checkpoint = checkpoints[i] = judged(checkpoint, directory)
         complete = [c.name for c in checkpoints if c.complete]
         if checkpoint.complete and not _is_ordered(checkpoint) and len(complete) > 1:
             raise ReadError(
@@ -279,12 +276,13 @@ def _newest(path: str, checkpoints: list[RunCheckpoint]) -> RunCheckpoint:
     )
 
 
-def judged(checkpoint: RunCheckpoint) -> RunCheckpoint:
-    """Return a checkpoint that is complete by all that its indexes name, or with why it is not."""
+def judged(checkpoint: RunCheckpoint, run: Directory | None = None) -> RunCheckpoint:
+    """Return a checkpoint that is complete by all that its indexes name, or with why it is not; `run` is the listing
+    that it is in."""
     if not (checkpoint.complete and checkpoint.path.is_dir()):
         return checkpoint
-    directory = Directory(checkpoint.path)
-    why_not = _why_not(directory, checkpoint.name, recognise(directory), checkpoint.format, _INDEX_MOST)
+    inner = Directory(checkpoint.path) if run is None else run.folder(checkpoint.name)
+    why_not = _why_not(inner, checkpoint.name, recognise(inner), checkpoint.format, _INDEX_MOST)
     return replace(checkpoint, why_not=why_not)
 
 

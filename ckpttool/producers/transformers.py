@@ -10,6 +10,7 @@ Upstream: transformers 5.23 `trainer.py` (`_load_from_checkpoint`, `_load_optimi
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
@@ -86,20 +87,12 @@ _RNG = {"python": "python", "numpy": "numpy", "torch": "cpu"}
 _OWN_RNG = re.compile(r"cuda|npu|hpu|mlu|musa|xla")
 
 
-def _write_trainer(builder: LayoutBuilder) -> OutputLayout:
-    """Return the model whole, the optimizer keyed by parameter ids."""
-    for kind, name, format in (("model", "model.safetensors", "safetensors"), ("optimizer", "optimizer.pt", "torch")):
-        builder.add_part(builder.first(kind), name, format, (kind,))
-    return _write_rest(builder)
+_FILES: accelerate.Files = (("model", "model.safetensors", "safetensors"), ("optimizer", "optimizer.pt", "torch"))
 
 
-def _write_sharded(builder: LayoutBuilder) -> OutputLayout:
-    accelerate.add_sharded(builder, limit=1)
-    return _write_rest(builder)
-
-
-def _write_rest(builder: LayoutBuilder) -> OutputLayout:
-    builder.add_part(builder.first("scheduler"), "scheduler.pt", "torch", ("scheduler",))
+def _write(builder: LayoutBuilder, files: accelerate.Files) -> OutputLayout:
+    """Return the model and the optimizer in these files, and the rest as the Trainer saves it."""
+    accelerate.add_files(builder, (*files, ("scheduler", "scheduler.pt", "torch")), limit=1)
     builder.add_scaler()
     for entry in [e for e in builder.remaining() if e.path == ("training_args",)]:
         builder.add(entry, builder.component("training_args.bin", "torch", entry.path), entry.path)
@@ -132,8 +125,12 @@ def _write_state(builder: LayoutBuilder) -> None:
         builder.notes.append(f"the Trainer finds the newest checkpoint by its name, which would be `checkpoint-{step}`")
 
 
-_WHOLE = WritableLayout("trainer", "id", _write_trainer, splits=True, ordered=True)  # one process, or DDP
-_SHARDED = WritableLayout("trainer:sharded", "fqn", _write_sharded, chunked=True)  # FSDP with SHARDED_STATE_DICT
+_WHOLE = WritableLayout(
+    "trainer", "id", partial(_write, files=_FILES), splits=True, ordered=True
+)  # one process, or DDP
+_SHARDED = WritableLayout(
+    "trainer:sharded", "fqn", partial(_write, files=accelerate.OF_SHARDED), chunked=True
+)  # FSDP with SHARDED_STATE_DICT
 
 
 def _choose(source: Catalogue, to_world: int | None) -> WritableLayout:

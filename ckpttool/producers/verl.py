@@ -37,20 +37,15 @@ _PATTERNS = (
 
 
 def _roles(directory: Directory) -> list[str]:
-    """Return the models of a step, each a directory of its own."""
+    """Return the folders with files of ranks: the models of a step, or the directory itself, which is ""."""
     if directory.has(_RANK_FILE):
-        return []
-    roles = [name for name in ("actor", "critic") if f"{name}/" in directory]
-    return [name for name in roles if directory.folder(name).has(_RANK_FILE)]
-
-
-def _is_verl(directory: Directory) -> bool:
-    return directory.has(_RANK_FILE) or bool(_roles(directory))
+        return [""]
+    return [name for name in ("actor", "critic") if f"{name}/" in directory and directory.folder(name).has(_RANK_FILE)]
 
 
 def _add_roles(directory: Directory, layout: Layout) -> None:
     roles = _roles(directory)
-    if not roles:
+    if roles == [""]:
         _join_optimizer(directory, layout)
         return
     layout.unknown = [name for name in layout.unknown if name[:-1] not in roles]
@@ -133,4 +128,4 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
 
 
 _FSDP2 = WritableLayout("verl", "id", _write, chunked=True, even=True, ordered=True, tensor_class="dtensor:cuda:fsdp")
-VERL = Producer("verl", (), _PATTERNS, applies=_is_verl, adjust=_add_roles, writes=(_FSDP2,))
+VERL = Producer("verl", (), _PATTERNS, applies=lambda one: bool(_roles(one)), adjust=_add_roles, writes=(_FSDP2,))

@@ -1,26 +1,41 @@
-"""Layouts that can be written, by the names that `--producer` takes: `accelerate`, `accelerate:full`, `trainer`, ...
+"""Layouts that can be written, by the names that `--producer` takes: those of frameworks, `accelerate:full`, `trainer`,
+..., and the one that another checkpoint has: `same`, that of the source, or a path.
 
-A layout is right when the reader of the framework's directories gives back what was written.
+A layout is right when the reader of the framework's directories gives back what was written. In that of a checkpoint,
+each component is written in the format and under the name that it has there, and the assets are copied: what was
+converted to DCP, and trained or changed, becomes again what a script reads. A file of pickled modules, which take their
+classes, is a copy of the one that is there, with the elements of the state (`template`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckpttool import formats
-from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.errors import UsageError
+from ckpttool.formats import archives, deepspeed, rankfiles
 from ckpttool.layout.optimizer import model_order, respell
-from ckpttool.producers import PRODUCERS, reader, same
-from ckpttool.producers.components import Producer, WritableLayout
+from ckpttool.producers import PRODUCERS, reader
+from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest
 from ckpttool.producers.open import open_source
+from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant
 
+if TYPE_CHECKING:
+    from ckpttool.producers.arrange import LayoutBuilder
+
 LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), key=lambda layout: layout.framework))
+SAME = "same"
+_OF_SAME = WritableLayout(SAME, "", lambda builder: builder.finish(""), chunked=True, splits=True)
+"""What is known of it before the other checkpoint is open."""
 
 
 def named(name: str) -> WritableLayout:
@@ -29,8 +44,8 @@ def named(name: str) -> WritableLayout:
     for layout in LAYOUTS:
         if name in (layout.name, layout.framework):
             return layout
-    if name == same.SAME or local_path(name).exists():
-        return same.LAYOUT
+    if name == SAME or local_path(name).exists():
+        return _OF_SAME
     if name.lower() in formats.OF_TRANSFORMERS:
         hint = "`ckpttool export` writes a model for transformers and vLLM"
         raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
@@ -45,11 +60,11 @@ def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout
     """Return the layout called `name`, or the one that suits the source when `name` is a framework with several; the
     format of a checkpoint that is of one."""
     layout = named(name)
-    if name == same.SAME:
-        return same.layout(source, name)
-    if layout.name == same.SAME:
+    if name == SAME:
+        return _layout_of(source, name)
+    if layout.name == SAME:
         with closing(open_source(name)) as like:
-            return same.layout(like.catalogue, name)
+            return _layout_of(like.catalogue, name)
     producer = _producer_of(layout)
     if name == layout.framework and producer.choose is not None:
         return producer.choose(source, to_world)
@@ -89,3 +104,125 @@ def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> For
         even=layout.even,
         splits=layout.splits,
     )
+
+
+# The layout of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def _layout_of(like: Catalogue, name: str) -> WritableLayout | Format:
+    """Return the layout of a checkpoint, called `name` in messages, or the format of one that is a single file or of a
+    single format. Raises UsageError for another one than the source that `--to` writes."""
+    mounted: list[Mounted] = like.facts.get("components", [])
+    read = [one for one in mounted if one.format != "asset"]
+    if not read and like.format == "safetensors" and like.location is not None and like.location.is_dir():
+        read = _of_safetensors(like, like.location)
+        mounted = [*read, *mounted]
+    for one in read or [Mounted(Component(""), "", like.format)]:
+        _check_written(one, like, name)
+    if not read:
+        row = next(row for row in formats.FORMATS if row.name == like.format)
+        if is_copied(like):
+            return _like_file(row, like, like.files[0].name)
+        if name == SAME:
+            return row
+        text = f"`--producer {name}`: it is of one format, and no directory of several files"
+        raise UsageError(text, hint=f"`--to {row.target}` writes it")
+
+    def build(builder: LayoutBuilder) -> OutputLayout:
+        return _build(builder, mounted, like)
+
+    def opened(directory: Directory, options: OpenOptions) -> Source:
+        components = (one.component for one in read)
+        written = [one for one in components if directory.at((one.files or (one.name,))[0]).exists()]
+        return reader.open_layout(Layout(written), directory, options)
+
+    return replace(_OF_SAME, build=build, open=opened)
+
+
+def _check_written(one: Mounted, like: Catalogue, name: str) -> None:
+    """Raise UsageError for files that no format writes as they are: those of DeepSpeed, sets of several parts, and flat
+    parameters."""
+    row = next((row for row in formats.FORMATS if row.name == one.format), None)
+    text = f"`--producer {name}`: it does not write `{one.component.name or one.format}`"
+    if row is deepspeed.FORMAT:
+        hint = "`--producer deepspeed:zero2`, or another stage, writes what DeepSpeed loads, on `--to-world` ranks"
+        raise UsageError(f"{text}, a directory of DeepSpeed", hint=hint)
+    if row is archives.FORMAT:
+        hint = "unpack it and name the directory, whose files are written again; or `--to dcp`, which holds all of it"
+        raise UsageError(f"{text}, an archive of files", hint=hint)
+    producer = like.facts.get("producer")
+    if one.component.glob:
+        raise UsageError(
+            f"{text}, files of {producer}", hint=f"`--producer {producer}`, or `--to dcp`, keeps everything"
+        )
+    if row is rankfiles.FORMAT and one.files and any(map(_is_flat, _below(like, one.root))):
+        hint = "`--producer accelerate:sharded`, or `--to dcp`, keeps everything"
+        raise UsageError(f"{text}, flat parameters of FSDP1 (LOCAL_STATE_DICT)", hint=hint)
+
+
+def _below(catalogue: Catalogue, root: Path) -> Iterator[Tensor]:
+    return (tensor for tensor in catalogue.tensors if tensor.path[: len(root)] == root)
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Return whether a rank has a tensor in several boxes, or one that is no block of rows."""
+    ranks = [*tensor.chunks.file]
+    return len({*ranks}) < len(ranks) or (
+        len(tensor.shape) > 1 and any(s[1:] != tensor.shape[1:] for s in tensor.chunks.sizes)
+    )
+
+
+def _of_safetensors(like: Catalogue, folder: Location) -> list[Mounted]:
+    """Return the component that is all of a directory of safetensors, whose files may be called
+    `adapter_model.safetensors`; none for several files without an index."""
+    files = tuple(file.name for file in like.files)
+    index = [name for name in folder.names() if name.endswith(".safetensors.index.json")]
+    if len(index) == 1:
+        return [Mounted(Component(index[0], files=(index[0], *files)), index[0], like.format, files=(index[0], *files))]
+    return [Mounted(Component(name, files=files), name, like.format) for name in files] if len(files) == 1 else []
+
+
+def _like_file(row: Format, like: Catalogue, name: str) -> Format:
+    """Return the format of copies of a file, with other elements."""
+    location = next(file.location for file in like.files if file.name == name)
+    return FileTemplate(location.absolute(), row).as_format
+
+
+def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> OutputLayout:
+    """Return each entry in the component whose root is the deepest above it; of a model of several files, in the file
+    that it has there."""
+    number_of: dict[Path, int] = {}
+    of_file: dict[tuple[Path, str], int] = {}
+    roots = {one.root for one in mounted if one.format != "asset"}
+    had, has = ({deepest(path, roots) for path in paths} for paths in (like.entries, builder.catalogue.entries))
+    for one in mounted:
+        if one.format != "asset" and one.root in had - has:
+            continue  # nothing of it is left
+        key = (one.component.key,) if one.component.key else ()
+        for copy in one.copies:
+            builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
+        if one.format == "asset":
+            continue
+        row = next(row for row in formats.FORMATS if row.name == one.format)
+        if one.name.endswith(".index.json"):
+            for name in one.files[1:]:
+                of_file[one.root, name] = builder.component(name, row, one.root, key=key)
+            # Its tensors are those of the files that it names, also after a conversion.
+            shard = next(file for file in like.files if file.name == one.files[1])
+            builder.copy(shard.location.absolute().parent / one.name.rpartition("/")[2], one.name)
+            number_of.setdefault(one.root, of_file[one.root, one.files[1]])
+            continue
+        if one.is_copied:
+            row = _like_file(row, like, one.name)
+        name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
+        number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
+        number_of.setdefault(one.root, number)
+        of_file[one.root, one.name] = number
+    for entry in list(builder.remaining()):
+        if entry.embedded:
+            continue
+        stored, root = like.entries.get(entry.path), deepest(entry.path, number_of)
+        if root is not None:
+            file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
+            builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
+    return builder.finish("the layout has no file for it")

@@ -25,7 +25,7 @@ class Directory:
     tool that could not be looked for in it, the error."""
 
     def __init__(self, path: Location) -> None:
-        self.path = path
+        self.path = path.listed()
         self.name = path.name
         self._folders: dict[str, Directory] = {}
         self._sizes: dict[str, int] = {}

@@ -13,7 +13,7 @@ from ckpttool.storage.stores import Location
 from ckpttool.text import safe
 
 _TAR = 257  # where a tar archive says that it is one
-HEAD = 64  # bytes of a file that say what it is
+HEAD = 64  # bytes of a file that say what it is, but for a tar archive
 INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 _UNPACK = "unpack it, then name what comes out"
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
@@ -61,9 +61,11 @@ def is_of_no_state(head: bytes) -> bool:
     return _NO_STATE.match(head) is not None
 
 
-def is_archive(error: CkptError) -> bool:
-    """Return whether a file is no checkpoint, but an archive that may hold some, by the error for it."""
-    return error.hint in (_UNPACK, _UNPACK_ALL, _UNZIP)
+def is_archive(head: bytes) -> bool:
+    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
+    low = head.lower()
+    is_packed = any(hint in (_UNPACK, _UNZIP) and low.startswith(begins) for begins, _, hint in _OTHER_FILES)
+    return is_packed or head[_TAR : _TAR + 5] == b"ustar"
 
 
 def is_archive_of_files(location: Location) -> bool:

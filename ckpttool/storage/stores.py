@@ -246,14 +246,16 @@ class Location(str):
     the errors of `ckpttool.errors`, the questions (`is_dir`, ...) none. Make one with `locate`.
     """
 
-    __slots__ = ("store", "version")
+    __slots__ = ("listing", "store", "version")
     store: Store
     version: Version | None
     """Of a file of a checkpoint that was opened: the version that it had before anything of it was read."""
+    listing: list[DirectoryEntry] | None
+    """Of a directory that was listed: its entries, for all that ask for them again."""
 
     def __new__(cls, text: str, store: Store, version: Version | None = None) -> Location:  # noqa: PYI034
         location = super().__new__(cls, text)
-        location.store, location.version = store, version
+        location.store, location.version, location.listing = store, version, None
         return location
 
     def __copy__(self) -> Location:
@@ -336,6 +338,8 @@ class Location(str):
     # Questions -------------------------------------------------------------------------------------------------------
 
     def _kind(self) -> str:
+        if self.listing is not None:
+            return "dir"
         try:
             return self.store.stat(self.key).kind
         except (OSError, CkptError, ValueError):
@@ -381,7 +385,13 @@ class Location(str):
 
     def entries(self) -> list[DirectoryEntry]:
         """Return the entries of a directory, sorted by name."""
-        return self._ask(self.store.entries)
+        return self._ask(self.store.entries) if self.listing is None else self.listing
+
+    def listed(self) -> Location:
+        """Return the location of a directory with its entries as they are now."""
+        location = Location(self, self.store, self.version)
+        location.listing = self.entries()
+        return location
 
     def names(self) -> list[str]:
         """Return the names in a directory, sorted."""

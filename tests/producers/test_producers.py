@@ -35,7 +35,8 @@ from ckpttool.producers.open import open_at, open_source
 from ckpttool.producers.reader import shapes_of_moments
 from ckpttool.producers.runs import step_in
 from ckpttool.serialization.directory import Directory
-from ckpttool.storage.stores import locate
+from ckpttool.storage.local import LocalStore
+from ckpttool.storage.stores import DirectoryEntry, locate
 
 SAMPLES = samples_of("run")
 TARGETS = ("torch", "dcp", "safetensors")
@@ -697,8 +698,27 @@ def test_the_files_of_a_model_without_their_index(tmp_path: Path) -> None:
     back = load_file(tmp_path / "model.safetensors")
     assert back.keys() == state.keys() and all(torch.equal(back[name], t) for name, t in state.items())
     (folder / "model-00001-of-00002.safetensors").unlink()
+    assert [str(warning) for warning in inspect(folder).warnings] == ["damaged: 1 of 2 files `model-*` are missing"]
     with pytest.raises(CorruptError, match=re.escape("1 of 2 files `model-*` are missing")):
         convert(folder, tmp_path / "all.pt")
+
+
+def test_each_directory_of_a_run_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats, frameworks, runs and other tools look at one listing."""
+    for step in (100, 200):
+        folder = tmp_path / f"step-{step}"
+        folder.mkdir()
+        torch.save({"w": torch.ones(2)}, folder / "model.pt")
+        torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    listed, entries = list[str](), LocalStore.entries
+
+    def counted(store: LocalStore, name: str) -> list[DirectoryEntry]:
+        listed.append(name)
+        return entries(store, name)
+
+    monkeypatch.setattr(LocalStore, "entries", counted)
+    open_source(str(tmp_path)).close()
+    assert sorted(listed) == [str(tmp_path), str(tmp_path / "step-100"), str(tmp_path / "step-200")]
 
 
 def test_an_adapter_of_torchtune_for_peft_alone(tmp_path: Path) -> None:

@@ -234,12 +234,12 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
     catalogue = _open_whole(root, whole, indexes, only)
     used = {f.name for f in catalogue.files}
     unused = [n for n in model_files if n not in used]
-    for index_name in indexes if "partial" not in catalogue.facts else ():
-        left = {name: left_over(root / name, name, index_name, catalogue.entries) for name in unused}
-        catalogue.warnings += filter(None, left.values())
-        unused = [name for name in unused if left[name] is None]
-    if unused and "partial" not in catalogue.facts:  # what an index names beyond the tensors that were asked for
-        catalogue.facts["unused"] = unused
+    if "partial" not in catalogue.facts:  # else an index names more than the tensors that were asked for
+        for index_name in indexes:
+            left = {name: left_over(root / name, name, index_name, catalogue.entries) for name in unused}
+            catalogue.warnings += filter(None, left.values())
+            unused = [name for name in unused if left[name] is None]
+        catalogue.facts |= {"unused": unused} if unused else {}
     if others := [n for n in names if n.endswith(_OF_TORCH)]:
         catalogue.warnings.append(Warning("unlisted-file", f"ignored, not safetensors: {some(others)}"))
     if rank_files(sharded):

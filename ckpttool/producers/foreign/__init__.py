@@ -62,13 +62,14 @@ def describe(catalogue: Catalogue, location: Location) -> Recognition | None:
         return directories.describe_megatron(catalogue)
     if not _is_marked(catalogue):
         return None
-    from ckpttool.producers.foreign import adapters, quantized
+    from ckpttool.producers.foreign import weights
 
-    metadata = _facts(location, "model.safetensors.index.json").get("metadata")
+    directory = _directory(location)
+    metadata = _facts(directory, "model.safetensors.index.json").get("metadata")
     return (
-        adapters.describe_update(catalogue, metadata if isinstance(metadata, dict) else {})
-        or adapters.describe(catalogue, _facts(location, adapters.CONFIG))
-        or quantized.describe(catalogue, _quantization(location), scale_faults(catalogue, location))
+        weights.describe_update(catalogue, metadata if isinstance(metadata, dict) else {})
+        or weights.describe_adapter(catalogue, _facts(directory, weights.CONFIG))
+        or weights.describe_scales(catalogue, _quantization(directory), scale_faults(catalogue, location))
     )
 
 
@@ -93,18 +94,22 @@ def scale_faults(catalogue: Catalogue, location: Location) -> list[CorruptError]
     several has none: the rest may be in another."""
     if not _is_marked(catalogue) or re.search(r"-\d{5}-of-\d{5}\.", location.name):
         return []
-    from ckpttool.producers.foreign import quantized
+    from ckpttool.catalogue import quantization
 
-    return quantized.faults(quantized.analyse(catalogue, _quantization(location)))
+    return quantization.faults(quantization.analyse(catalogue, _quantization(_directory(location))))
 
 
-def _quantization(location: Location) -> dict[str, Any]:
-    config = _facts(location, "config.json").get("quantization_config")
+def _quantization(directory: Directory | None) -> dict[str, Any]:
+    config = _facts(directory, "config.json").get("quantization_config")
     return config if isinstance(config, dict) else {}
 
 
-def _facts(location: Location, name: str) -> dict[str, Any]:
+def _facts(directory: Directory | None, name: str) -> dict[str, Any]:
     """Return the contents of a JSON file in the directory; nothing beside a file alone, which may be a copy."""
+    return {} if directory is None else directory.facts(name)
+
+
+def _directory(location: Location) -> Directory | None:
     with suppress(CkptError):
-        return Directory(location).facts(name) if location.is_dir() else {}
-    return {}
+        return Directory(location) if location.is_dir() else None
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
@@ -62,7 +61,7 @@ def _stage(values: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
-def _shapes(values: Mapping[str, Any], tensors: Mapping[str, Ints] = MappingProxyType({})) -> dict[str, Ints]:
+def _shapes(values: Mapping[str, Any], tensors: Mapping[str, Ints]) -> dict[str, Ints]:
     """Return the shapes of whole parameters; of those that the optimizer does not have, by `tensors` of the file."""
     shapes: dict[str, Ints] = {
         re.sub(r"^(frozen_)?param_shapes\.(\d+\.)?", "", name): tuple(value)
@@ -70,12 +69,10 @@ def _shapes(values: Mapping[str, Any], tensors: Mapping[str, Ints] = MappingProx
         if name.startswith(_SHAPES_OF) and isinstance(value, TorchSize)
     }
     buffers = values.get("buffer_names")
-    for name, shape in tensors.items():
-        fqn = name.removeprefix("module.")
-        is_buffer = isinstance(buffers, list) and fqn in buffers
-        if fqn != name and fqn not in shapes and not is_buffer and f"shared_params.{fqn}" not in values:
-            shapes[fqn] = shape
-    return shapes
+    others = {name for name in buffers if isinstance(name, str)} if isinstance(buffers, list) else set[str]()
+    others |= {name.removeprefix("shared_params.") for name in values if name.startswith("shared_params.")}
+    own = {name.removeprefix("module."): shape for name, shape in tensors.items() if name.startswith("module.")}
+    return {name: shape for name, shape in own.items() if name not in others} | shapes
 
 
 def _parallelism(values: Mapping[str, Any]) -> str:

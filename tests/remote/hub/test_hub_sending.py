@@ -22,7 +22,7 @@ from support.hub_client import check_told_to_nobody, everything_logged, patience
 from support.hub_server import READER, Fault, Handler, Hub, drop, stall
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
-from ckpttool.producers.published import outdated
+from ckpttool.models.weight_names import outdated
 from ckpttool.remote.hub import Sent, listing
 from ckpttool.remote.hub.listing import RepoFile
 from ckpttool.storage.stores import Outgoing, destination

@@ -1,4 +1,4 @@
-"""Recognises what belongs to a model and is none: adapters of PEFT, and the weight updates that RL trainers send.
+"""Recognises weights that are no plain model: quantised ones, adapters of PEFT, and the updates that RL trainers send.
 
     adapter_config.json  adapter_model.safetensors        base_model.model.{module}.lora_A.weight, lora_B.weight, ..
     slime, miles, SGLang   index `metadata.delta_encoding` xor or overwrite; tensors U8, one zstd frame each
@@ -12,11 +12,15 @@ ModelExpress `S3_DELTA_WEIGHT_REFIT.md`; TRL #5417.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckpttool.catalogue import quantization
 from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
+from ckpttool.errors import CkptError
 from ckpttool.producers.foreign.recognition import Recognition, picked
 from ckpttool.text import plural, some
 
@@ -26,7 +30,7 @@ _OF_ADAPTER = {"r": "rank", "lora_alpha": "alpha", "base_model_name_or_path": "b
 _OF_UPDATE = {"base_version": "base version", "compression_format": "compressed"}
 
 
-def describe(catalogue: Catalogue, config: Mapping[str, Any]) -> Recognition | None:
+def describe_adapter(catalogue: Catalogue, config: Mapping[str, Any]) -> Recognition | None:
     """Return what an adapter is, from its tensors and the contents of `adapter_config.json`; None if it is none."""
     tensors = [t for t in catalogue.tensors if t.part.kind == "model"]
     halves: dict[str, set[str]] = {}
@@ -79,4 +83,36 @@ def describe_update(catalogue: Catalogue, index: Mapping[str, Any]) -> Recogniti
         details=details,
         can=("inspect and verify its files",),
         cannot=("apply it to its base model: the trainer that wrote it does",),
+    )
+
+
+def describe_scales(catalogue: Catalogue, config: Mapping[str, Any], faults: Sequence[CkptError]) -> Recognition | None:
+    """Return how the weights of a model are quantised; None if they are not. `config` is the `quantization_config` of
+    its `config.json`, `faults` what is wrong with the scales."""
+    found = quantization.analyse(catalogue, config)
+    method = config.get("quant_method")
+    if not found.schemes and not isinstance(method, str):
+        return None
+    others = [t for t in catalogue.tensors if t.part.kind == "model" and t.name not in found.companions]
+    parameters = sum(found.elements.get(t.name, t.numel) for t in others)
+    counts = Counter(scheme.name for scheme in found.schemes.values())
+    details: dict[str, str | int] = {}
+    if counts:
+        details["quantised weights"] = ", ".join(f"{n:,} {name}" for name, n in counts.most_common())
+    whole = len(found.schemes) - len(found.missing)
+    if found.schemes:
+        details["scales"] = f"found for {whole:,} of {len(found.schemes):,}"
+    details |= picked(config, {"bits": "bits", "group_size": "group size"})
+    if isinstance(block := config.get("weight_block_size"), list):
+        details["block"] = " x ".join(map(shown, block[:2]))
+    if isinstance(text := config.get("format"), str):
+        details["compression"] = text
+    name = method if isinstance(method, str) else counts.most_common(1)[0][0]
+    return Recognition(
+        f"quantised model, {name}",
+        parameters=parameters,
+        details=details,
+        can=("convert, diff, verify and export it as it is stored, scales and all",),
+        cannot=("dequantise it: the library that quantised it does",),
+        warnings=tuple(Warning("missing-scale", error.message) for error in faults),
     )

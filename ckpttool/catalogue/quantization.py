@@ -1,4 +1,4 @@
-"""Recognises quantised weights by the tensors that each is stored as, and checks that every weight has its scales.
+"""Quantised weights: told by the tensors that each is stored as, with a check that every weight has its scales. Pure.
 
 A scheme is a row of the table: the weight's suffix and dtypes, the suffixes of its scales, and how many elements a
 stored one holds. The scheme of `P.weight` is the first row whose companions are there.
@@ -10,16 +10,12 @@ ModelOpt `hf_quant_config.json`, torchao 0.18 `prototype/safetensors`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, Tensor
-from ckpttool.catalogue.shown import shown
-from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError, CorruptError
-from ckpttool.producers.foreign.recognition import Recognition, picked
+from ckpttool.errors import CorruptError
 from ckpttool.text import plural, some
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
@@ -210,38 +206,6 @@ def _check_blocks(
     if scales.shape != expected:
         found = f"{list(scales.shape)} for a weight of {list(weight.shape)}, where {list(expected)} belong"
         result.misfits[scales.name] = found
-
-
-def describe(catalogue: Catalogue, config: Mapping[str, Any], faults: Sequence[CkptError]) -> Recognition | None:
-    """Return how the weights of a model are quantised; None if they are not. `config` is the `quantization_config` of
-    its `config.json`, `faults` what is wrong with the scales."""
-    found = analyse(catalogue, config)
-    method = config.get("quant_method")
-    if not found.schemes and not isinstance(method, str):
-        return None
-    others = [t for t in catalogue.tensors if t.part.kind == "model" and t.name not in found.companions]
-    parameters = sum(found.elements.get(t.name, t.numel) for t in others)
-    counts = Counter(scheme.name for scheme in found.schemes.values())
-    details: dict[str, str | int] = {}
-    if counts:
-        details["quantised weights"] = ", ".join(f"{n:,} {name}" for name, n in counts.most_common())
-    whole = len(found.schemes) - len(found.missing)
-    if found.schemes:
-        details["scales"] = f"found for {whole:,} of {len(found.schemes):,}"
-    details |= picked(config, {"bits": "bits", "group_size": "group size"})
-    if isinstance(block := config.get("weight_block_size"), list):
-        details["block"] = " x ".join(map(shown, block[:2]))
-    if isinstance(text := config.get("format"), str):
-        details["compression"] = text
-    name = method if isinstance(method, str) else counts.most_common(1)[0][0]
-    return Recognition(
-        f"quantised model, {name}",
-        parameters=parameters,
-        details=details,
-        can=("convert, diff, verify and export it as it is stored, scales and all",),
-        cannot=("dequantise it: the library that quantised it does",),
-        warnings=tuple(Warning("missing-scale", error.message) for error in faults),
-    )
 
 
 def faults(found: Quantization) -> list[CorruptError]:

@@ -1,21 +1,52 @@
-"""The CRC-32 that a manifest beside a checkpoint has of its files, so that whoever reads all of one compares it.
+"""What files beside weights say of them: the `config.json` of transformers, and the manifest that has the CRC-32 of
+files, so that whoever reads all of one compares it.
 
-A DCP directory has its own (`formats.dcp.manifest`), which its index shows to be of this save, or stale.
+A DCP directory has a manifest of its own (`formats.dcp.manifest`), which its index shows to be of this save, or stale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import manifest
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME, Manifest
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.stores import Location
 
+CONFIG = "config.json"
+_TYPES = {"model_type": str, "architectures": list, "num_hidden_layers": int}
 _OF_DCP = ".distcp"
+
+
+def facts(location: Location, directory: Directory | None, catalogue: Catalogue) -> dict[str, Any]:
+    """Return `model_type`, `architectures` and `num_hidden_layers` as a config beside the checkpoint has them; nothing
+    where there is none, or it cannot be parsed."""
+    for folder in _folders(location, directory, catalogue):
+        config = folder.facts(CONFIG)
+        # The model of an image and a text has the layers of each in a config of its own.
+        text = config.get("text_config")
+        config = (text if isinstance(text, dict) else {}) | config
+        if "architectures" in config or "model_type" in config:
+            return {key: config[key] for key, kind in _TYPES.items() if type(config.get(key)) is kind}
+    return {}
+
+
+def _folders(location: Location, directory: Directory | None, catalogue: Catalogue) -> list[Directory]:
+    if directory is None:
+        # One file of a model that lies in a directory of its own.
+        if catalogue.format == "safetensors" and (location.absolute().parent / CONFIG).is_file():
+            with suppress(CkptError):
+                return [Directory(location.absolute().parent)]
+        return []
+    assets = (str(name).rstrip("/") for name in catalogue.facts.get("assets", ()))
+    inner = dict.fromkeys(name.rpartition("/")[0] or name for name in assets)
+    return [directory, *(directory.folder(name) for name in inner if f"{name}/" in directory)]
 
 
 def annotate(root: Location, catalogue: Catalogue) -> None:
