@@ -80,8 +80,6 @@ _PATTERNS = (
 
 _RNG = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 _OWN_RNG = re.compile(r"step|(torch|xm)_\w*seed")
-
-
 Files = tuple[tuple[str, str, str], ...]
 """Parts by their kind, with the name of the file of each and its format; `{n}` is the number of the part, `{_n}` that
 of another than the first."""

@@ -143,9 +143,9 @@ def _below(
                 yield above + name  # those of a DCP directory may lie in folders of it
             continue
         inner = directory.folder(name)
-        if (recognition := foreign.recognise(location, inner)) is not None:
-            layout.unreadable[above + name] = recognition.refusal(location)
-        elif deepspeed.recognise(location):
+        if (recognition := foreign.recognise(inner.path, inner)) is not None:
+            layout.unreadable[above + name] = recognition.refusal(inner.path)
+        elif deepspeed.recognise(inner.path):
             yield above + name
         elif inner.has(DCP_FILE) and not (is_dcp and not inner.has(r"\.metadata|__\d+\.metadata")):
             yield above + name

@@ -221,6 +221,8 @@ class _Opening:
             # An optimizer of DCP has both the names and the shapes of the parameters.
             with closing(self.open(Component(other.rstrip("/")))) as source:
                 options = shapes_of_moments(source.catalogue)
+        if component.name.endswith("/"):
+            self.directory.folder(component.name)  # for all that look at it
         path = self.directory.at(component.name) if component.name else self.directory.path
         if "*" in component.name:
             path = self.directory.at(component.files[0]) if len(component.files) == 1 else self._pattern(component)

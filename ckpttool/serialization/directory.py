@@ -57,8 +57,10 @@ class Directory:
         return any(True for _ in self.matching(pattern))
 
     def at(self, name: str) -> Location:
-        """Return the location of something in it."""
-        return self.path / name
+        """Return the location of something in it; of a folder that was listed, with its entries."""
+        location, inner = self.path / name, self._folders.get(name.rstrip("/"))
+        location.listing = inner.path.listing if inner is not None else None
+        return location
 
     def folder(self, name: str) -> Directory:
         """Return the listing of a directory in it, with or without the slash."""
