@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -49,8 +49,8 @@ class Expected:
 
 @dataclass(slots=True)
 class ArchitectureDifferences:
-    """What differs: names, and for `misshapen` what was found and expected. `prefix` would go on or off every name
-    (`+model.`, `-model.`), as transformers does by itself; `in_memory` when the names are not those of files."""
+    """What differs: names, and for `misshapen` what was found and expected. `prefix` goes on or off the names, which are
+    then those of the model (`+model.`, `-model.`); `in_memory` when these are not those of files."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -115,19 +115,37 @@ def _run(command: Sequence[str]) -> None:
 def compare(shapes: Mapping[str, Ints], model: Expected) -> ArchitectureDifferences:
     """Compare the tensors to write, `{"lm_head.weight": (32, 8)}`, with the model of the config. Pure.
 
-    A tied tensor may have any of its names. Names may be those in memory, which transformers loads too.
+    A tied tensor may have any of its names. Names may be those in memory, and have a prefix too many or too few.
     """
-    as_they_are = _compared(shapes, model.files, model)
-    if not as_they_are.differs:
-        return as_they_are
-    kept = {name: shape for name, shape in model.memory.items() if name not in model.tied}
-    attempts = [_compared(shapes, kept, model, in_memory=True)]
+    in_memory = _in_memory(model)
+    first = None
+    for prefix in ("", *_prefixes(shapes, model)):
+        respelt = {with_prefix(name, prefix): shape for name, shape in shapes.items()}
+        if len(respelt) < len(shapes):
+            continue
+        for names in (model.files, in_memory):
+            found = _compared(respelt, names, model, prefix, in_memory=names is in_memory)
+            if not found.differs:
+                return found
+            first = first or found
+    assert first is not None
+    return first
+
+
+def _in_memory(model: Expected) -> dict[str, Ints]:
+    return {name: shape for name, shape in model.memory.items() if name not in model.tied}
+
+
+def with_prefix(name: str, change: str) -> str:
+    """Return a name with the prefix of `+model.` before it, or without that of `-model.`. Pure."""
+    return change[1:] + name if change[:1] == "+" else name.removeprefix(change[1:])
+
+
+def _prefixes(shapes: Mapping[str, Ints], model: Expected) -> Iterator[str]:
     if model.prefix:
-        prefix = model.prefix + "."
-        on = {prefix + name: shape for name, shape in shapes.items()}
-        off = {name.removeprefix(prefix): shape for name, shape in shapes.items()}
-        attempts += [_compared(on, model.files, model, f"+{prefix}"), _compared(off, model.files, model, f"-{prefix}")]
-    return next((one for one in attempts if not one.differs), as_they_are)
+        yield from (f"+{model.prefix}.", f"-{model.prefix}.")
+    if prefix := _before_names(shapes, model):
+        yield f"-{prefix}"
 
 
 def _compared(
@@ -178,9 +196,9 @@ def refusal(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model
 
 
 def _hint(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: Expected) -> str:
-    prefix = _prefix(shapes, model)
+    prefix = _before_names(shapes, model)
     if prefix:
-        return f"every name begins with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"
+        return f"names begin with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"
     if compared.missing and compared.unexpected:
         return "give them their names with `--rename OLD=NEW` or `--map`; `--no-strict` writes them as they are"
     if compared.unexpected:
@@ -188,12 +206,15 @@ def _hint(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: 
     return "is the config this model's? `--no-strict` exports anyway"
 
 
-def _prefix(shapes: Mapping[str, Ints], model: Expected) -> str:
-    """Return the prefix of all expected names, if they have one."""
-    longest = max(model.files, key=len, default="")
-    for name in shapes:
-        prefix = name.removesuffix(longest)
-        if longest and prefix != name and prefix.endswith("."):
-            shorter = {n.removeprefix(prefix): shape for n, shape in shapes.items() if n.startswith(prefix)}
-            return "" if _compared(shorter, model.files, model, "").missing else prefix
+def _before_names(shapes: Mapping[str, Ints], model: Expected) -> str:
+    """Return the prefix that all names of the model have among those of `shapes`, if they have one."""
+    for names in (model.files, _in_memory(model)):
+        # A tied tensor may have another name.
+        longest = max((name for name in names if name not in model.tied.values()), key=len, default="")
+        for name in shapes:
+            prefix = name.removesuffix(longest)
+            if longest and prefix != name and prefix.endswith("."):
+                shorter = {n.removeprefix(prefix): shape for n, shape in shapes.items() if n.startswith(prefix)}
+                if not _compared(shorter, names, model).missing:
+                    return prefix
     return ""

@@ -76,6 +76,7 @@ def _transformer(folder: str, dtype: str) -> dict[str, Any]:
     wanted = default if dtype in ("", "float32", "float64") else getattr(torch, dtype)
     if wanted.itemsize < 2:
         wanted = torch.bfloat16  # a model cannot be made of 8 bits
+    _set_dtype(config, wanted)
     try:
         torch.set_default_dtype(wanted)
         with torch.device("meta"):
@@ -110,6 +111,15 @@ def _transformer(folder: str, dtype: str) -> dict[str, Any]:
         "missing": sorted(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
         "unexpected": [*sorted(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_passed(model)],
     }
+
+
+def _set_dtype(config: Any, dtype: Any) -> None:
+    """Set the dtype of a config and of those in it, as `from_pretrained` does: a class that has another model inside
+    builds that one with the dtype of its config."""
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    for one in [config, *inner]:
+        if one is not None:
+            setattr(one, "dtype" if hasattr(one, "dtype") else "torch_dtype", dtype)
 
 
 def _tied(model: Any, memory: dict[str, Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ckpttool.formats.safetensors.sharding import MAX_SHARD_SIZE
 from ckpttool.layout import dtype_rules
 from ckpttool.layout.key_maps import apply, parse
 from ckpttool.layout.move import derived, rebuilt
+from ckpttool.layout.rename import rename_entries
 from ckpttool.layout.selection import Selection, check_dtypes
 from ckpttool.layout.views import Viewed
 from ckpttool.models import adapters, architecture, assets, bundles, float32_names, key_maps, like, select_model, ties
@@ -343,14 +344,18 @@ def _released(
     options: ExportOptions,
     result: Exported,
 ) -> Catalogue:
-    """Return the tensors under the names of files, if the library says how they become of those in memory: also of
-    those in the memory of another version than a key map is for, which makes files of some."""
-    if options.names != "released" or options.key_map is not None or not model.rules:
-        return planned
+    """Return the tensors under the names of the model, without a prefix that the training put before them; and under
+    those of files, if the library says how they become of those in memory: also of those in the memory of another
+    version than a key map is for, which makes files of some."""
+    is_free = options.names == "released" and options.key_map is None
     found = _compared_with(planned, model)
-    if found.differs and not found.in_memory:
-        planned, found = (unmapped, again) if (again := _compared_with(unmapped, model)).in_memory else (planned, found)
-    if not found.in_memory:
+    if is_free and found.differs and (again := _compared_with(unmapped, model)).in_memory and not again.differs:
+        planned, found = unmapped, again
+    if found.prefix:
+        planned = rename_entries(planned, partial(architecture.with_prefix, change=found.prefix))
+        what = "put before" if found.prefix[0] == "+" else "removed from"
+        result.notes.append(f"`{found.prefix[1:]}` is {what} the names, which are then those of `{model.architecture}`")
+    if not (is_free and found.in_memory and model.rules):
         return planned
     keymap = parse({"name": model.library, "rules": model.rules}, model.library)
     result.key_map = keymap.name
@@ -384,18 +389,13 @@ def _expected(beside: Assets, options: ExportOptions, result: Exported) -> Expec
 def _compare(planned: Catalogue, model: Expected, beside: Assets, options: ExportOptions, result: Exported) -> None:
     shapes = {tensor.name: tensor.shape for tensor in planned.tensors if tensor.alias is None}
     compared = architecture.compare(shapes, model)
-    if compared.differs:
+    if compared.differs or compared.prefix:
         error = architecture.refusal(compared, shapes, model, beside.paths[beside.main + assets.CONFIG])
         if options.strict:
             raise error
         result.not_compared = error.message
         return
     result.compared = f"{model.architecture} of {model.library}"
-    if compared.prefix:
-        what = "without" if compared.prefix[0] == "+" else "with"
-        result.notes.append(
-            f"the names are {what} `{compared.prefix[1:]}`, which transformers sees to when it loads them"
-        )
     if compared.in_memory:
         other = next((name for name in model.files if name not in shapes), "")
         result.notes.append(

@@ -115,10 +115,21 @@ def test_what_differs_from_the_config(
     assert [name for name, _, _ in compared.misshapen] == misshapen
 
 
-def test_a_prefix_of_all_names_is_what_the_hint_says() -> None:
-    found = {"net.m.a": (2, 3), "net.m.b": (3,)}
-    error = expected.refusal(expected.compare(found, MODEL), found, MODEL, "config.json")
-    assert "--strip-prefix net" in (error.hint or "")
+@pytest.mark.parametrize("names", [("m.a", "m.b"), ("head", "m.b")])
+def test_a_prefix_of_all_names_is_known(names: tuple[str, str]) -> None:
+    found = {f"net.{names[0]}": (2, 3), f"net.{names[1]}": (3,)}
+    compared = expected.compare(found, MODEL)
+    assert (compared.differs, compared.prefix) == (False, "-net.")
+    # With other tensors beside them, it is left to who knows what these are.
+    found["loss.w"] = (1,)
+    compared = expected.compare(found, MODEL)
+    assert compared.differs and not compared.prefix
+    assert "--strip-prefix net" in (expected.refusal(compared, found, MODEL, "config.json").hint or "")
+
+
+def test_a_prefix_does_not_make_two_names_one() -> None:
+    found = {"net.m.a": (2, 3), "net.m.b": (3,), "m.b": (3,)}
+    assert expected.compare(found, MODEL).differs
 
 
 def test_a_model_that_is_not_the_configs_is_refused(

@@ -150,6 +150,25 @@ def test_what_transformers_keeps_in_float32_stays(
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["LlamaForTokenClassification", pytest.param("LlavaForConditionalGeneration", marks=pytest.mark.long)]
+)
+def test_a_model_inside_another_is_cast_with_it(name: str, tmp_path: Path) -> None:
+    """Its class is made by the config, whose dtype is that of the training."""
+    import transformers
+    from support import tiny_models
+
+    kind = getattr(transformers, name)
+    model = kind(tiny_models.config(kind.config_class.model_type))
+    model.save_pretrained(tmp_path / "base")
+    source = saved(tmp_path / "a.pt", model.state_dict())
+    own = kind.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    own.save_pretrained(tmp_path / "own")
+    made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype="bfloat16")
+    assert same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
+    assert not any("--dtype-strict" in note for note in made.notes)
+
+
 def test_what_transformers_4_would_round_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its class of DeepSeek-V3 does not say that the bias stays float32, and what it wrote is loaded by 5, too."""
     import transformers

@@ -78,6 +78,32 @@ def test_names_in_memory_stay_where_they_are_asked_for(tmp_path: Path) -> None:
         ckpttool.export(source, tmp_path / "other", assets=base, names="memori")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "prefix", "names"),
+    [
+        # The names in memory are not those of files, and a head is tied.
+        ("ernie4_5_moe", "net.", "released"),
+        pytest.param("ernie4_5_moe", "net.", "memory", marks=pytest.mark.long),
+        # transformers would load `model.model.layers.0` itself, which others do not.
+        pytest.param("llama", "model.", "released", marks=pytest.mark.long),
+        pytest.param("bert", "model.", "released", marks=pytest.mark.long),
+    ],
+)
+def test_what_lightning_puts_before_the_names_is_removed(
+    model_type: str, prefix: str, names: str, tmp_path: Path
+) -> None:
+    model = tiny_models.made(model_type)
+    model.save_pretrained(tmp_path / "theirs")
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": state, "epoch": 1, "global_step": 4}, tmp_path / "a.ckpt")
+    done = ckpttool.export(tmp_path / "a.ckpt", tmp_path / "out", assets=tmp_path / "theirs", names=names)
+    assert any(f"`{prefix}` is removed" in note for note in done.notes)
+    written = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert same(tmp_path / "out", written if names == "released" else tiny_models.written(model))
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
 def test_check_knows_both_spellings(tmp_path: Path) -> None:
     source, base, _ = made("vit", tmp_path)
     ckpttool.export(source, tmp_path / "memory", assets=base, names="memory")
