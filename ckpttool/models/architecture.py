@@ -49,8 +49,8 @@ class Expected:
 
 @dataclass(slots=True)
 class ArchitectureDifferences:
-    """What differs: names, and for `misshapen` what was found and expected. With `prefix` on or off (`+model.`, `-model.`)
-    the names are those of the model; `in_memory` when these are not those of files."""
+    """What differs: names, and for `misshapen` what was found and expected. `prefix` goes on or off the names before
+    they are those of the model (`+model.`, `-model.`); `in_memory` when these are not those of files."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
