@@ -16,6 +16,12 @@ from ckpttool.layout.select import models
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
+# What only wrappers are called, and `module` where nothing but wrappers stands before it.
+_SURE_WRAPPERS = re.compile(
+    r"^(?:(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
+    r"|(?<=\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+
 
 def rename_entries(catalogue: Catalogue, new_name: Callable[[str], str], *, within_parts: bool = False) -> Catalogue:
     """Return the catalogue with every entry under its new name. Raises UsageError if two would have the same.
@@ -87,6 +93,11 @@ def _follow_in_optimizer(catalogue: Catalogue, parameters: dict[str, str], moved
 def strip_wrappers(name: str) -> str:
     """Return `layers.0.w` for `module._orig_mod.layers.0._checkpoint_wrapped_module.w`."""
     return _WRAPPERS.sub("", name)
+
+
+def strip_sure_wrappers(name: str) -> str:
+    """Return `layers.0.module.w` for `module.layers.0._orig_mod.module.w`, of a model with a `module` of its own."""
+    return _SURE_WRAPPERS.sub("", name)
 
 
 def rooted(catalogue: Catalogue) -> Catalogue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
@@ -12,7 +12,7 @@ from ckpttool.catalogue.validation import validate
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import derived, move, rebuilt
-from ckpttool.layout.rename import rename_entries, strip_wrappers, without_root
+from ckpttool.layout.rename import rename_entries, strip_sure_wrappers, strip_wrappers, without_root
 from ckpttool.layout.select import models
 from ckpttool.layout.selection import Selection, check_not_empty, filtered, renamed_by, stripper
 from ckpttool.text import plural, some
@@ -110,12 +110,14 @@ def _flat(catalogue: Catalogue) -> Catalogue:
     return rebuilt(flat, [derived(tensor, part=_MODEL) for tensor in flat.tensors], {})
 
 
-def renamed(planned: Catalogue, selection: Selection) -> Catalogue:
-    """Strip wrappers at any depth, exclude tensors, strip the prefix and apply the renaming rules, in this order.
+def renamed(planned: Catalogue, selection: Selection, known: Iterable[str] = ()) -> Catalogue:
+    """Strip wrappers at any depth, exclude tensors, strip the prefix and apply the renaming rules, in this order. Where
+    `known` names of the model have a `module` inside, only a leading one is a wrapper.
 
     Raises UsageError for a rule that does nothing, or names that collide.
     """
-    model = rename_entries(planned, strip_wrappers)
+    has_module = any(".module." in name for name in known)
+    model = rename_entries(planned, strip_sure_wrappers if has_module else strip_wrappers)
     (kept,) = filtered(selection, model)
     check_not_empty(kept, planned)
     kept = rename_entries(kept, stripper(selection, kept))

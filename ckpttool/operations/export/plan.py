@@ -189,23 +189,26 @@ def _plan(
         result.take = options.take
     else:
         model = select_model.model_of(source, options.selection.only)
-    planned = select_model.renamed(model, options.selection)
+    planned = select_model.renamed(model, options.selection, reference.known if reference is not None else ())
     config = beside.adapter
     planned, method = adapters.without_base(planned, config)
-    unmapped = planned
     result.adapter = bool(method)
     if config is not None:
         _check_adapter(planned, method, config, beside, options, result)
     others: list[BundleModule] = []
+    alone = planned
     if not result.adapter:
         planned, others = bundles.place(planned, beside)
+    if reference is None:
+        expected = _expected(beside, options, result)
+        if expected is not None and planned is alone:
+            planned = select_model.renamed(model, options.selection, expected.memory)
         unmapped = planned
-        planned = planned if reference is not None else _mapped(planned, viewed, beside, options, result)
+        planned = planned if result.adapter else _mapped(planned, viewed, beside, options, result)
     same = partial(ties.same_bytes, viewed)
     if reference is not None:
         planned = _like(planned, source, viewed, beside, reference, base, options, result)
         return [BundleModule(beside.main, planned), *others]
-    expected = _expected(beside, options, result)
     if expected is not None:
         planned = _released(planned, unmapped, expected, viewed, beside, options, result)
         planned = ties.by_model(planned, expected.tied, same, result.notes)

@@ -104,6 +104,19 @@ def test_what_lightning_puts_before_the_names_is_removed(
     assert not any(info.values())
 
 
+@pytest.mark.parametrize("by", ["config", "reference"])
+def test_a_module_of_the_models_own_is_no_wrapper(by: str, tmp_path: Path) -> None:
+    sizes = {"hidden_sizes": [16, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4]}
+    model = transformers.LevitModel(transformers.LevitConfig(image_size=64, **sizes))
+    model.save_pretrained(tmp_path / "theirs")
+    state = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert any(".module." in name.removeprefix("module.") for name in state)
+    torch.save({"model": state}, tmp_path / "a.pt")
+    given = {"assets" if by == "config" else "like": tmp_path / "theirs"}
+    ckpttool.export(tmp_path / "a.pt", tmp_path / "out", **given)
+    assert same(tmp_path / "out", load_file(tmp_path / "theirs" / "model.safetensors"))
+
+
 def test_check_knows_both_spellings(tmp_path: Path) -> None:
     source, base, _ = made("vit", tmp_path)
     ckpttool.export(source, tmp_path / "memory", assets=base, names="memory")

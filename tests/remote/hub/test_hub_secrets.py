@@ -243,6 +243,9 @@ def test_every_file_that_transformers_writes_is_an_asset() -> None:
     for path in Path(transformers.__file__).parent.rglob("tokenization_*.py"):
         for found in re.findall(r"VOCAB_FILES_NAMES\s*=\s*\{([^}]*)\}", path.read_text()):
             names |= set(re.findall(r':\s*"([^"]+)"', found))
+    for path in Path(transformers.__file__).parent.rglob("configuration_*.py"):
+        for found in re.findall(r"^ *(?:[A-Z_, ]+_NAME|extra_config_files\b.*?) = (.*)", path.read_text(), re.M):
+            names |= set(re.findall(r'"([\w.]+)"', found))
     names |= {value for key, value in vars(transformers.utils).items() if re.fullmatch(r"[A-Z_]+_NAME", key)}
     weights = re.compile(r".*\.(safetensors|bin|h5|msgpack)(\.index\.json)?")
     others = {name for name in names if isinstance(name, str) and "." in name and not weights.fullmatch(name)}
