@@ -232,6 +232,44 @@ def test_without_transformers_a_list_says_what_stays(
     assert any("--dtype-strict" in note for note in made.notes) == (bool(kept) and dtype != ["float32"])
 
 
+@pytest.mark.parametrize(
+    ("model", "scales"),
+    [
+        ({"l.weight": torch.ones(8, 8).to(torch.float8_e4m3fn), "l.weight_scale_inv": torch.rand(1, 1)}, 1),
+        ({"l.weight": torch.ones(8, 8).to(torch.int8), "l.SCB": torch.rand(8)}, 1),
+        (
+            {
+                "l.weight": torch.ones(32, 1).to(torch.uint8), "l.weight.absmax": torch.rand(1),
+                "l.weight.quant_map": torch.rand(16),
+                "l.weight.quant_state.bitsandbytes__nf4": torch.ones(80).to(torch.uint8),
+            },
+            2,
+        ),
+        (
+            {
+                "l.qweight": torch.ones(1, 8).int(), "l.qzeros": torch.ones(1, 1).int(),
+                "l.scales": torch.rand(1, 8).half(), "l.g_idx": torch.arange(8).int(),
+            },
+            1,
+        ),
+    ],
+)  # fmt: skip
+def test_scales_of_quantised_weights_are_not_rounded(
+    model: dict[str, torch.Tensor], scales: int, tmp_path: Path
+) -> None:
+    source = saved(tmp_path / "a.pt", {**model, "norm.weight": torch.rand(8)})
+    made = ckpttool.export(source, tmp_path / "out", dtype="bfloat16")
+    found = tensors(tmp_path / "out")
+    assert found.pop("norm.weight").dtype == torch.bfloat16
+    assert same(found, model)
+    assert any(note.startswith(f"{scales} scale") and "--dtype-strict" in note for note in made.notes)
+    ckpttool.export(source, tmp_path / "named", dtype=["bfloat16", "l.*=float64"])
+    assert any(value.dtype == torch.float64 for value in tensors(tmp_path / "named").values())
+    ckpttool.export(source, tmp_path / "strict", dtype="bfloat16", dtype_strict=True)
+    kinds = {value.dtype for value in tensors(tmp_path / "strict").values() if value.dtype.itemsize > 1}
+    assert {kind for kind in kinds if kind.is_floating_point} == {torch.bfloat16}
+
+
 def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
     source = saved(tmp_path / "a.pt", {BIAS: torch.tensor([1.003]), "w": torch.ones(2)})
     made = ckpttool.convert(source, tmp_path / "b.pt", dtype="bfloat16")
