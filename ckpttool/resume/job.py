@@ -1,7 +1,8 @@
 """The job of the ranks of one run, and the files that they leave behind.
 
 folder/job.json           the job
-folder/ended.json         that it has ended: the exit code of the rank that failed, by its number
+folder/ended.0.json       that its processes have ended: the exit code of the rank that failed, by its number. Under
+                          torchrun, which has one process for each rank, `ended.3.json` is of rank 3
 folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
 folder/resumed/
 folder/end/
@@ -16,13 +17,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpttool.layout.mesh import Mesh
 
 BUILT, RESUMED, END = "built", "resumed", "end"
-FILE, ENDED = "job.json", "ended.json"
+FILE, ENDED = "job.json", "ended.{}.json"
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 """Libraries read these when they are loaded, so that they are set before a process starts."""
 
@@ -74,6 +75,12 @@ class Seen:
     notes: list[str] = field(default_factory=list)
     gradients: str = ""
     alone: dict[str, Any] = field(default_factory=dict)
+
+
+def begin(job: Job) -> None:
+    """Write a job, which the processes in wait for it then do."""
+    os.makedirs(job.folder, exist_ok=True)
+    write(asdict(job), os.path.join(job.folder, FILE))
 
 
 def read(path: str) -> Job:

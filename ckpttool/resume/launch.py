@@ -1,8 +1,8 @@
 """Starts the ranks of a run, and reports where they were if they do not finish.
 
-Each run has its own processes, forked from one that has imported torch; they share only files with those of another.
-Inside processes that the user started with torchrun, all runs are on these, one after the other: model and optimizer
-are built anew, the number of ranks cannot change, and a route may still convert to any format.
+Each run has its own processes, forked from one that has imported torch; they share only files with those of another, so
+that what a recipe keeps elsewhere, and nothing restores, is gone when a run resumes. Processes that torchrun started do
+not train themselves: beside each is one that its rank is forked from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ckpttool import errors
@@ -41,66 +40,45 @@ class Ended(Exception):
 
 
 class Launcher:
-    """Runs each job on fresh processes."""
+    """Runs each job on fresh processes: on all of its ranks or, in each process of torchrun, on the rank of that."""
 
-    is_first = True
-    message = "fresh processes"
-    _process: Process
-
-    def serve(self, folder: str, stack: ExitStack) -> None:
+    def __init__(self, make_folder: Callable[[], str], stack: ExitStack) -> None:
         """Start the process that the ranks are forked from, which imports torch in the background. It and all of them
         are ended with `stack`."""
-        words = [sys.executable, "-c", _SERVE, folder, *map(str, sys.path)]
-        self._process = stack.enter_context(Process(words, os.path.join(folder, "log.txt"), ENVIRONMENT))
+        self._rank, self._collectives = 0, None
+        if torchrun_world() is not None:
+            import torch.distributed as dist
+
+            from ckpttool.training import collectives
+
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
+            self._rank, self._collectives = dist.get_rank(), collectives
+        self.folder = self.from_first(make_folder)
+        words = [sys.executable, "-c", _SERVE, self.folder, *map(str, sys.path)]
+        self._process = stack.enter_context(Process(words, os.path.join(self.folder, "log.txt"), ENVIRONMENT))
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
 
         Raises Ended if a rank fails or exceeds its time limit; the others are ended too.
         """
-        os.makedirs(job.folder, exist_ok=True)
-        jobs.write(asdict(job), os.path.join(job.folder, jobs.FILE))
-        while not (ended := _text(job, jobs.ENDED)):
-            if (code := self._process.wait(_POLL)) is not None:
-                raise _ended(job, name, {0: code})
-        if failed := json.loads(ended):
-            raise _ended(job, name, {int(rank): code for rank, code in failed.items()})
+        self.from_first(lambda: jobs.begin(job))
+        code = None
+        while not (ended := _text(job, jobs.ENDED.format(self._rank))) and code is None:
+            code = self._process.wait(_POLL)
+        own = json.loads(ended) if ended else {self._rank: code or 0}
+        every = [own] if self._collectives is None else self._collectives.all_gather(own)
+        if failed := {int(rank): number for one in every for rank, number in one.items()}:
+            raise _ended(job, name, failed)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns in the first process."""
-        return make()
-
-
-class TorchrunLauncher(Launcher):
-    """Runs jobs on the processes of torchrun, each of which has one."""
-
-    message = "the processes that torchrun started"
-
-    def __init__(self, device: str) -> None:
-        from ckpttool.resume.worker.setup import join_group
-        from ckpttool.training import collectives
-
-        join_group(device)
-        self._collectives = collectives
-        self.is_first = collectives.rank() == 0
-
-    def serve(self, folder: str, stack: ExitStack) -> None:
-        """Start nothing: the processes are there."""
-
-    def start(self, job: Job, name: str) -> None:
-        """Run a job on all processes together."""
-        from ckpttool.resume.worker.run import Watch, run
-
-        assert job.mesh.world == self._collectives.world_size()
-        self.from_first(lambda: os.makedirs(job.folder, exist_ok=True))
-        with self._collectives.together():
-            run(job, Watch(job, self._collectives.rank(), sys.__stderr__ or sys.stderr))
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        """Return on all ranks what `make` returns on rank 0. What it raises is raised on all."""
+        """Return what `make` returns in the first process. What it raises is raised in all."""
+        if self._collectives is None:
+            return make()
         result: T | None = None
         with self._collectives.together():
-            if self.is_first:
+            if self._rank == 0:
                 # Without torchrun's variables: a reshard would wait for the other processes to take their part.
                 kept = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
                 try:

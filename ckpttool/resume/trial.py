@@ -26,7 +26,7 @@ from ckpttool.errors import BUG, UsageError, require
 from ckpttool.layout.mesh import Mesh
 from ckpttool.resume import arguments, checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
-from ckpttool.resume.launch import Ended, Launcher, TorchrunLauncher, torchrun_world
+from ckpttool.resume.launch import Ended, Launcher
 from ckpttool.resume.results import RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
@@ -67,7 +67,6 @@ class _Trial:
         seen = self.seen[name] = read_seen(job)
         if not job.gradients_of:
             run = _collected(name, job, seen, time.monotonic() - began)
-            run.started = self.launcher.message
             self.report.runs.append(run)
             self.report.deterministic = self.report.deterministic or seen[0].switched_on
 
@@ -132,14 +131,10 @@ def trial(
     report = TrialReport(recipe=loaded.path, rule=rule, rule_message=_RULES[rule], device=device, steps_after=more)
     report.steps_before = 0 if checkpoints else steps
     report.folder = os.path.abspath(keep) if keep is not None else None
-    launcher = Launcher() if torchrun_world() is None else TorchrunLauncher(device)
     with ExitStack() as stack:
-        folder = launcher.from_first(lambda: arguments.kept_folder(stack, keep, "ckpttool-trial-"))
-        launcher.serve(folder, stack)
-        base = Job(folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
+        launcher = Launcher(lambda: arguments.kept_folder(stack, keep, "ckpttool-trial-"), stack)
+        base = Job(launcher.folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
-        if launcher.message != Launcher.message:
-            report.notes.append(f"every run is on {launcher.message}, not in fresh ones")
         try:
             if checkpoints:
                 _over_checkpoints(running, paths, first_step)
@@ -148,7 +143,7 @@ def trial(
         except Ended as ended:
             _fail(report, ended)
         compare.judge(report)
-        report.verdict = launcher.from_first(lambda: report.verdict)
+        report.verdict = launcher.from_first(lambda: report.verdict)  # which all have read what is removed now
     report.seconds = time.monotonic() - began
     return report
 
@@ -156,8 +151,6 @@ def trial(
 def _why_no_gradients(base: Job, wanted: bool) -> str:
     if base.mesh.world == 1:
         return "one rank reduces nothing"
-    if torchrun_world() is not None:
-        return "it takes a run on one rank, and torchrun started more"
     return "" if wanted else "`--no-gradients`"
 
 
@@ -202,25 +195,22 @@ def _over_a_save(
             report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.message}")
     _check_gradients(trial, why_no_gradients)
     _check_training(trial)
-    if trial.launcher.is_first:
-        reference = "control" if other_mesh else "A"
-        equal = _compare_states(trial, "A", "B")
-        rows, findings, drifts = len(report.compared), len(report.findings), len(report.drifts)
+    reference = "control" if other_mesh else "A"
+    equal = _compare_states(trial, "A", "B")
+    rows, findings, drifts = len(report.compared), len(report.findings), len(report.drifts)
+    _compare_training(trial, "A", "B", reference, equal=equal)
+    is_off = len(report.findings) > findings or any(row.equal is False for row in report.compared[rows:])
+    if is_off and _repeats_differently(trial, {**job, "save_natively": native and trial.path("native-again")}):
+        del report.compared[rows:], report.findings[findings:], report.drifts[drifts:]
         _compare_training(trial, "A", "B", reference, equal=equal)
-        is_off = len(report.findings) > findings or any(row.equal is False for row in report.compared[rows:])
-        if is_off and _repeats_differently(trial, {**job, "save_natively": native and trial.path("native-again")}):
-            del report.compared[rows:], report.findings[findings:], report.drifts[drifts:]
-            _compare_training(trial, "A", "B", reference, equal=equal)
-        for run in report.runs:
-            if run.name != "A2":
-                _check_shards(trial, run.name)
+    for run in report.runs:
+        if run.name != "A2":
+            _check_shards(trial, run.name)
 
 
 def _repeats_differently(trial: _Trial, job: dict[str, Any]) -> bool:
     """Run A once more, in fresh processes, and note what of it comes out differently. Return whether anything does."""
     report = trial.report
-    if trial.launcher.message != Launcher.message:
-        return False  # processes that have trained before prove nothing
     try:
         trial.run("A2", "repeats A, as B differs from it,", save=trial.path("saved-again"), **job)
     except Ended as ended:
@@ -255,7 +245,7 @@ def _over_checkpoints(trial: _Trial, paths: Sequence[str], first_step: int | Non
     names = {str(number): path for number, path in enumerate(paths, 1)}
     for name, path in names.items():
         trial.run(name, f"resumes from `{path}` and trains", load=path, first=first_step)
-    for name in names if trial.launcher.is_first else ():
+    for name in names:
         if name != "1":
             _compare_training(trial, "1", name, "1", equal=_compare_states(trial, "1", name))
         _check_shards(trial, name)

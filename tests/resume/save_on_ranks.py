@@ -1,6 +1,6 @@
 """Trials inside one launch of torchrun: one rank of many. Prints nothing; the reports go into a file.
 
-save_on_ranks.py CASES.json FOUND.json      a case is {"kind": ..., "via": ..., "to_mesh": ..., "repeat": 1}
+save_on_ranks.py CASES.json FOUND.json      a case is {"kind": ..., "via": ..., "to_mesh": ..., "recipe": ...}
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from support import warm_python
+
 from ckpttool.resume.trial import trial
 
-HERE = Path(__file__).resolve().parent
+RECIPE = Path(__file__).with_name("recipe_kinds.py")
 
 
 def tried(case: dict[str, Any]) -> dict[str, Any]:
     os.environ["KIND"] = case["kind"]
     made = trial(
-        HERE / "recipe_kinds.py", via=case["via"], to_mesh=case.get("to_mesh"), steps=3, more=3, limit=240
+        case.get("recipe", RECIPE), via=case["via"], to_mesh=case.get("to_mesh"), steps=3, more=3, limit=240,
+        gradients=False,
     )  # fmt: skip
     return made.as_dict()
 
@@ -32,7 +37,8 @@ if __name__ == "__main__":
     found = []
     for case in cases:
         try:
-            found.append(tried(case))
+            with warm_python.trials():
+                found.append(tried(case))
         except Exception as error:
             found.append(
                 {"verdict": "error", "message": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}

@@ -64,7 +64,7 @@ def check(cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
     assert wrong == []
     for one, report in zip(cases, reports, strict=True):
         assert report["rule"] == ("bitwise" if one["to_mesh"] is None else "control")
-        assert {run["started"] for run in report["runs"]} == {"the processes that torchrun started"}
+        assert {run["started"] for run in report["runs"]} == {"fresh processes"}
         # Nothing passes because it was not looked at.
         judged = {row["what"]: row for row in report["compared"]}
         assert {"model", "optimizer", "scheduler", "rng", "dataloader", "progress", "end"} <= judged.keys()
@@ -73,11 +73,31 @@ def check(cases: list[dict[str, Any]], reports: list[dict[str, Any]]) -> None:
         assert all(check["passed"] for check in report["checks"] if check["what"] != "gradients reduced"), one
 
 
+FORGETFUL = f"""
+import sys
+sys.path.append({str(HERE)!r})
+
+import recipe_kinds
+from recipe_kinds import build, mesh
+
+def step(state, i):
+    if i == 1:
+        recipe_kinds.HIDDEN.append(i)
+    for group in state["optimizer"].param_groups:
+        group["weight_decay"] = 0.1 * len(recipe_kinds.HIDDEN)
+    return recipe_kinds.step(state, i)
+"""
+
+
 def test_each_kind_and_each_format(tmp_path: Path) -> None:
-    """And replicas that drift apart: FSDP1 over two of one rank each adds no gradients up (torch 2.13). DCP saves the
-    two names of a tied weight from one replica each, and they are not the same numbers any more."""
-    *reports, drifts = tried(tmp_path, 2, [*SHORT, case("fsdp1-hybrid", "")])
+    """And what a module keeps and no state has: B has none of it, although A trained under the same torchrun. And
+    replicas that drift apart: FSDP1 over two of one rank each adds no gradients up (torch 2.13). DCP saves the two
+    names of a tied weight from one replica each, and they are not the same numbers any more."""
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    forgetful = case("fsdp2", "") | {"recipe": str(tmp_path / "forgetful.py")}
+    *reports, forgets, drifts = tried(tmp_path, 2, [*SHORT, forgetful, case("fsdp1-hybrid", "")])
     check(SHORT, reports)
+    assert (forgets["verdict"], [run["name"] for run in forgets["runs"]]) == ("differs", ["A", "B", "A2"])
     assert drifts["verdict"] == "error"
     assert "`embed.weight` and `head.weight` are different tensors there" in drifts["message"]
 
@@ -169,7 +189,8 @@ def test_the_command_inside_processes_of_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     said = json_schemas.check(done.stdout)
     assert (said["verdict"], said["rule"]) == ("same", "bitwise")
-    assert [run["started"] for run in said["runs"]] == ["the processes that torchrun started"] * 2
+    assert [run["started"] for run in said["runs"]] == ["fresh processes"] * 2
+    assert all(check["passed"] for check in said["checks"]), said["checks"]
     other = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *launch, *words, "--to-world", "4"],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,

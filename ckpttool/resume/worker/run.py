@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -24,6 +25,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, read, write
+from ckpttool.resume.launch import torchrun_world
 from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record
@@ -36,18 +38,21 @@ _POLL = 0.02  # seconds between two looks for a job
 
 
 def serve(folder: str) -> None:
-    """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended."""
+    """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended: all ranks
+    of it, or under torchrun the rank that torchrun gave this process."""
     done: set[str] = set()
     while True:
         for path in {*glob.glob(os.path.join(glob.escape(folder), "*", FILE))} - done:
-            job, failed = read(path), {}
+            job, failed, of_torchrun = read(path), {}, torchrun_world() is not None
+            first = int(os.environ["RANK"]) if of_torchrun else 0
+            count = int(first < job.mesh.world) if of_torchrun else job.mesh.world
             # They meet at a file: a store of TCP has threads, and a process that has some is not safe to fork.
-            with scratch_directory("ckpttool-trial-") as meeting:
+            with nullcontext(job.folder) if of_torchrun else scratch_directory("ckpttool-trial-") as meeting:
                 try:
-                    start_processes(begin, (job, meeting), job.mesh.world, start_method=_START)
+                    start_processes(begin, (first, job, meeting), count, start_method=_START)
                 except ProcessExitedException as error:  # the others are ended by SIGTERM
-                    failed = {error.error_index: error.exit_code}
-            write(failed, os.path.join(job.folder, ENDED))
+                    failed = {first + error.error_index: error.exit_code}
+            write(failed, os.path.join(job.folder, ENDED.format(first)))
             done.add(path)
         time.sleep(_POLL)
 
@@ -71,13 +76,15 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
 
-def begin(rank: int, job: Job, meeting: str) -> None:
+def begin(index: int, first: int, job: Job, meeting: str) -> None:
     """Do a job as one of its ranks, which meet in a folder. What it raises is recorded, and the process ends with 1."""
+    rank = first + index
     of_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank) | {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), job.mesh.world)
     # Nobody listens there: the process group is formed before a recipe is called, and libraries ask for the names only.
     nowhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    os.environ.update({name: str(value) for name, value in (of_rank | of_all | nowhere).items()})
+    if torchrun_world() is None:
+        os.environ.update({name: str(value) for name, value in (of_rank | of_all | nowhere).items()})
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
         open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
@@ -121,12 +128,11 @@ def _described(error: Exception, recipe: str) -> dict[str, Any]:
 # What a rank does ----------------------------------------------------------------------------------------------------
 
 
-def run(job: Job, watch: Watch, meeting: str | None = None) -> None:
-    """Do the job, and write what was observed. With a folder `meeting`, in which the ranks meet, the process group ends
-    with the job."""
+def run(job: Job, watch: Watch, meeting: str) -> None:
+    """Do the job, and write what was observed. The ranks meet in the folder `meeting`."""
     switched_on = setup.deterministic(job)
     watch.enter("process group")
-    mesh = setup.join(job, meeting)
+    mesh = setup.join(job, watch.rank, meeting)
     seen = Seen(watch.rank, setup.replica(mesh), switched_on=switched_on)
     watch.enter("build")
     built = build(job, mesh)
@@ -141,8 +147,7 @@ def run(job: Job, watch: Watch, meeting: str | None = None) -> None:
     write(asdict(seen), os.path.join(job.folder, f"rank{watch.rank}.json"))
     dist.barrier()
     watch.end()
-    if meeting is not None:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:

@@ -46,22 +46,12 @@ def deterministic(job: Job) -> list[str]:
     return settings
 
 
-def join(job: Job, meeting: str | None = None) -> DeviceMesh:
-    """Create the process group, if there is none yet, and return the mesh over it. Ranks that `torchrun` did not start
-    meet at a file in the folder `meeting`."""
-    where: dict[str, Any] = {}
-    if meeting is not None:
-        where = {"rank": int(os.environ["RANK"]), "world_size": job.mesh.world}
-        where["store"] = dist.FileStore(os.path.join(meeting, "store"), job.mesh.world)
-    join_group(job.device, **where)
+def join(job: Job, rank: int, meeting: str) -> DeviceMesh:
+    """Create the process group of the ranks, which meet at a file in the folder `meeting`; return the mesh over it."""
+    devices.take(job.device)
+    store = dist.FileStore(os.path.join(meeting, "store"), job.mesh.world)
+    dist.init_process_group(devices.backends(job.device), store=store, rank=rank, world_size=job.mesh.world)
     return init_device_mesh(job.device, job.mesh.sizes, mesh_dim_names=job.mesh.names)
-
-
-def join_group(device: str, **where: Any) -> None:
-    """Create the process group, if there is none yet; `where` are arguments for one that `torchrun` did not start."""
-    devices.take(device)
-    if not dist.is_initialized():
-        dist.init_process_group(devices.backends(device), **where)
 
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
