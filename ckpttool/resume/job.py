@@ -24,7 +24,7 @@ from ckpttool.layout.mesh import Mesh
 
 BUILT, RESUMED, END = "built", "resumed", "end"
 FILE, ENDED = "job.json", "ended.{}.json"
-ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1"}
 """Libraries read these when they are loaded, so that they are set before a process starts."""
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from ckpttool.resume.results import Failure, Stuck
 
 T = TypeVar("T")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
-_SERVE = "import sys; sys.path[:] = sys.argv[2:]; from ckpttool.resume.worker.run import serve; serve(sys.argv[1])"
+_SERVE = "import sys; sys.path[:] = sys.argv[3:]; from ckpttool.resume.worker.run import serve; serve(*sys.argv[1:3])"
 _POLL = 0.02  # seconds between two looks for the end of a job
 _WAITING = ("distributed_c10d.py", "/_functional_collectives.py", "/autograd/graph.py")  # in a collective
 
@@ -42,9 +42,9 @@ class Ended(Exception):
 class Launcher:
     """Runs each job on fresh processes: on all of its ranks or, in each process of torchrun, on the rank of that."""
 
-    def __init__(self, make_folder: Callable[[], str], stack: ExitStack) -> None:
-        """Start the process that the ranks are forked from, which imports torch in the background. It and all of them
-        are ended with `stack`."""
+    def __init__(self, make_folder: Callable[[], str], seeds: Iterable[int], stack: ExitStack) -> None:
+        """Start the processes that the ranks are forked from, one for each seed of jobs, which import torch in the
+        background. They and all ranks are ended with `stack`."""
         self._rank, self._collectives = 0, None
         if torchrun_world() is not None:
             import torch.distributed as dist
@@ -55,8 +55,13 @@ class Launcher:
                 dist.init_process_group("gloo")
             self._rank, self._collectives = dist.get_rank(), collectives
         self.folder = self.from_first(make_folder)
-        words = [sys.executable, "-c", _SERVE, self.folder, *map(str, sys.path)]
-        self._process = stack.enter_context(Process(words, os.path.join(self.folder, "log.txt"), ENVIRONMENT))
+        self._processes: dict[int, Process] = {}
+        for seed in seeds:
+            words = [sys.executable, "-c", _SERVE, self.folder, str(seed), *map(str, sys.path)]
+            # Of a fork it is that of its parent; what the user has set is kept.
+            variables = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(seed)), **ENVIRONMENT}
+            process = Process(words, os.path.join(self.folder, "log.txt"), variables)
+            self._processes[seed] = stack.enter_context(process)
 
     def start(self, job: Job, name: str) -> None:
         """Run a job on as many fresh processes as its mesh has ranks, and wait for them.
@@ -66,7 +71,7 @@ class Launcher:
         self.from_first(lambda: jobs.begin(job))
         code = None
         while not (ended := _text(job, jobs.ENDED.format(self._rank))) and code is None:
-            code = self._process.wait(_POLL)
+            code = self._processes[job.seed].wait(_POLL)
         own = json.loads(ended) if ended else {self._rank: code or 0}
         every = [own] if self._collectives is None else self._collectives.all_gather(own)
         if failed := {int(rank): number for one in every for rank, number in one.items()}:

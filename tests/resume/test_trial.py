@@ -100,7 +100,7 @@ def test_ranks_are_forked_from_a_process_without_threads(tmp_path: Path) -> None
     code = (
         "import os, sys; from ckpttool.resume.worker import run\n"
         "run.start_processes = lambda *_, **how: sys.exit(len(os.listdir('/proc/self/task')))\n"
-        "run.serve(sys.argv[1])"
+        "run.serve(sys.argv[1], '0')"
     )
     environment = {**os.environ, **jobs.ENVIRONMENT}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=200, check=False)
@@ -179,6 +179,40 @@ def test_a_scheduler_that_is_no_part_of_the_state_is_the_cause(tmp_path: Path, m
     # In step 3 it is that of the checkpoint; then the scheduler of `build` sets it.
     assert (first.kind, first.step) == ("learning rate differs", 4) and first.found != first.expected
     assert (first.hint or "").startswith("`build` returns no learning-rate scheduler")
+
+
+SET = """
+import recipe_kinds
+from recipe_kinds import build, mesh
+
+ORDER = [int(one) for one in {str(number) for number in range(50)}]
+
+def step(state, i):
+    for group in state["optimizer"].param_groups:
+        group["weight_decay"] = 0.01 * ORDER[i]
+    return recipe_kinds.step(state, i)
+"""
+
+
+@pytest.mark.long
+def test_the_order_of_a_set_is_not_the_same_when_a_run_resumes(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(SET)
+    words = [
+        "verify-resume",
+        "trial",
+        "--recipe",
+        str(tmp_path / "recipe.py"),
+        "--world",
+        "1",
+        "--steps",
+        "2",
+        "--json",
+    ]
+    unset = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    for seed, verdict in ({}, "differs"), ({"PYTHONHASHSEED": "1"}, "same"):
+        environment = {**unset, "PYTHONPATH": str(HERE), "KIND": "ddp", **seed}
+        done = subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=400, env=environment)
+        assert json.loads(done.stdout)["verdict"] == verdict, done.stdout + done.stderr
 
 
 @pytest.mark.long

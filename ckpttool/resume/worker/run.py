@@ -37,13 +37,16 @@ _START = "spawn" if sys.platform == "darwin" else "fork"
 _POLL = 0.02  # seconds between two looks for a job
 
 
-def serve(folder: str) -> None:
-    """Do the jobs in a folder, one after the other and each on processes of its own, until this one is ended: all ranks
-    of it, or under torchrun the rank that torchrun gave this process."""
+def serve(folder: str, seed: str) -> None:
+    """Do the jobs of a seed in a folder, one after the other and each on processes of its own, until this one is ended:
+    all ranks of it, or under torchrun the rank that torchrun gave this process."""
     done: set[str] = set()
     while True:
         for path in {*glob.glob(os.path.join(glob.escape(folder), "*", FILE))} - done:
+            done.add(path)
             job, failed, of_torchrun = read(path), {}, torchrun_world() is not None
+            if job.seed != int(seed):
+                continue
             first = int(os.environ["RANK"]) if of_torchrun else 0
             count = int(first < job.mesh.world) if of_torchrun else job.mesh.world
             # They meet at a file: a store of TCP has threads, and a process that has some is not safe to fork.
@@ -53,7 +56,6 @@ def serve(folder: str) -> None:
                 except ProcessExitedException as error:  # the others are ended by SIGTERM
                     failed = {first + error.error_index: error.exit_code}
             write(failed, os.path.join(job.folder, ENDED.format(first)))
-            done.add(path)
         time.sleep(_POLL)
 
 
