@@ -302,8 +302,8 @@ class Checkpoints:
         [(_, _, written, inode)] = fingerprint(beside)
         folder = os.path.join(self.kept_in, f"{inode}-{written}", f"step-{step}")
         if not os.path.exists(folder):
-            shutil.copytree(found[step], folder, copy_function=_link)
-            _link(beside, os.path.join(folder, os.path.basename(beside)))
+            shutil.copytree(found[step], folder, copy_function=keep.place)
+            keep.place(beside, os.path.join(folder, os.path.basename(beside)))
         return {**last, step: folder}
 
 
@@ -358,14 +358,6 @@ def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
         for name in names:
             with suppress(OSError):
                 yield os.path.relpath(os.path.join(folder, name), path), os.stat(os.path.join(folder, name))
-
-
-def _link(path: str, target: str) -> None:
-    """Give a file a second name, or copy it where there can be none."""
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
 
 
 def _as_glob(text: str) -> str:

@@ -39,7 +39,6 @@ _RULES = {
     "checkpoints": "each checkpoint is resumed on the same mesh: state and steps == those of the first, bitwise",
 }
 _NO_REFERENCE = "the reference run does not have A's state"
-_STEP_KEYS = ("loss", "batch", "digest", "seconds")
 _SEEDS = 20_240_607, 20_241_607
 
 
@@ -140,7 +139,8 @@ def trial(
             if checkpoints:
                 _over_checkpoints(running, paths, first_step)
             else:
-                _over_a_save(running, onto, stages, steps, _why_no_gradients(base, gradients))
+                why_not = "one rank reduces nothing" if own.world == 1 else "" if gradients else "`--no-gradients`"
+                _over_a_save(running, onto, stages, steps, why_not)
         except Ended as ended:
             _fail(report, ended)
         compare.judge(report)
@@ -149,23 +149,18 @@ def trial(
     return report
 
 
-def _why_no_gradients(base: Job, wanted: bool) -> str:
-    if base.mesh.world == 1:
-        return "one rank reduces nothing"
-    return "" if wanted else "`--no-gradients`"
-
-
 def _collected(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
     """Return a run as the report has it, from what its ranks saw step by step."""
     run = Run(name, str(job.mesh), len(seen), job.load, seconds=seconds)
     if job.load is not None:
         run.first_step = run.resumed_at = seen[0].first_step
     for ranks in zip(*(one.steps for one in seen), strict=True):
-        losses, batches, digests, seconds_of = ([step[key] for step in ranks] for key in _STEP_KEYS)
+        number, norm, rates = (ranks[0][key] for key in ("number", "gradient_norm", "learning_rates"))
+        losses, batches, digests, times = (
+            [one[key] for one in ranks] for key in ("loss", "batch", "digest", "seconds")
+        )
         digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        number, norm = ranks[0]["number"], ranks[0]["gradient_norm"]
-        rates = ranks[0]["learning_rates"]
-        run.steps.append(Step(number, losses, norm, digest, batches, max(seconds_of), digests, rates))
+        run.steps.append(Step(number, losses, norm, digest, batches, max(times), digests, rates))
     after = sorted(step.seconds for step in run.steps[-job.after :]) if job.after else []
     run.steps_per_second = 1 / after[len(after) // 2] if after and after[len(after) // 2] else None
     run.memory = [{"rank": one.rank, **one.memory} for one in seen if one.memory]
@@ -277,10 +272,8 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
     before, after = (of_ranks(trial.steps(name)) for name in (reference, run))
     finding = compare_steps(report, before, after, run, reference, trial.excused, titles=TITLES[:-1], why_not=why_not)
     if finding is not None:
-        if (
-            finding.kind.startswith("learning rate")
-            and "scheduler" not in trial.state(run, RESUMED).ranks[0]["parts"].values()
-        ):
+        parts = trial.state(run, RESUMED).ranks[0]["parts"].values()
+        if finding.kind.startswith("learning rate") and "scheduler" not in parts:
             finding.hint = "`build` returns no learning-rate scheduler, so that what sets it is not restored"
         report.findings.append(finding)
     if equal and not why_not:
