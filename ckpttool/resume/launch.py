@@ -22,6 +22,7 @@ from ckpttool.resume import job as jobs
 from ckpttool.resume.job import ENVIRONMENT, Job
 from ckpttool.resume.process import Process
 from ckpttool.resume.results import Failure, Stuck
+from ckpttool.storage.stores import local_path
 
 T = TypeVar("T")
 _FRAME = re.compile(r'\s*File "([^"]+)", line (\d+) in (.+)')
@@ -55,6 +56,9 @@ class Launcher:
                 dist.init_process_group("gloo")
             self._rank, self._collectives = dist.get_rank(), collectives
         self.folder = self.from_first(make_folder)
+        if self._collectives is not None:
+            hint = "`--keep` or TMPDIR is a directory that all nodes share"
+            self._collectives.check_sees(local_path(self.folder), hint)
         self._processes: dict[int, Process] = {}
         for seed in seeds:
             words = [sys.executable, "-c", _SERVE, self.folder, str(seed), *map(str, sys.path)]

@@ -1,6 +1,7 @@
 """Trials inside one launch of torchrun: one rank of many. Prints nothing; the reports go into a file.
 
-save_on_ranks.py CASES.json FOUND.json      a case is {"kind": ..., "via": ..., "to_mesh": ..., "recipe": ...}
+save_on_ranks.py CASES.json FOUND.json      a case is {"kind": ..., "via": ..., "to_mesh": ..., "recipe": ...}, and has
+                                            `apart` where rank 1 is to see another file system
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from support import warm_python
 
+from ckpttool.resume import launch
 from ckpttool.resume.trial import trial
+from ckpttool.storage.stores import local_path
 
 RECIPE = Path(__file__).with_name("recipe_kinds.py")
 
 
 def tried(case: dict[str, Any]) -> dict[str, Any]:
     os.environ["KIND"] = case["kind"]
+    is_apart = case.get("apart") and os.environ["RANK"] == "1"
+    launch.local_path = (lambda _: local_path("/nowhere/trial")) if is_apart else local_path
     made = trial(
         case.get("recipe", RECIPE), via=case["via"], to_mesh=case.get("to_mesh"), steps=3, more=3, limit=240,
         gradients=False,

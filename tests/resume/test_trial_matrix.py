@@ -95,9 +95,11 @@ def test_each_kind_and_each_format(tmp_path: Path) -> None:
     names of a tied weight from one replica each, and they are not the same numbers any more."""
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     forgetful = case("fsdp2", "") | {"recipe": str(tmp_path / "forgetful.py")}
-    *reports, forgets, drifts = tried(tmp_path, 2, [*SHORT, forgetful, case("fsdp1-hybrid", "")])
+    apart = case("fsdp2", "") | {"apart": True}
+    *reports, forgets, elsewhere, drifts = tried(tmp_path, 2, [*SHORT, forgetful, apart, case("fsdp1-hybrid", "")])
     check(SHORT, reports)
     assert (forgets["verdict"], [run["name"] for run in forgets["runs"]]) == ("differs", ["A", "B", "A2"])
+    assert elsewhere["message"].startswith("StorageError: rank 1 does not see `/nowhere` as rank 0 does"), elsewhere
     assert drifts["verdict"] == "error"
     assert "`embed.weight` and `head.weight` are different tensors there" in drifts["message"]
 
