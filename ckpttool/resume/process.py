@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 LAST_LINES = 20  # of the output, that are shown
+LONGEST = 60  # characters of a path for temporary files, among which are sockets
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
 _LINGER = 2.0  # seconds that helpers of a command have to end after it by themselves
-_LONGEST = 160  # characters of a command line
+_MOST = 160  # characters of a command line
 
 
 class Process:
@@ -136,7 +137,7 @@ class Process:
         end = time.monotonic() + _LINGER
         while (running := self._running()) and time.monotonic() < end:
             time.sleep(guard.POLL)
-        return some([f"{pid} {safe(cut(guard.command_line(pid), _LONGEST))}" for pid in running])
+        return some([f"{pid} {safe(cut(guard.command_line(pid), _MOST))}" for pid in running])
 
     def _release(self) -> None:
         with self._guard:  # its pipe ends, and so does it

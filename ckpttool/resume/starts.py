@@ -23,7 +23,7 @@ from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, n
 from ckpttool.resume.commands import Commands, with_steps
 from ckpttool.resume.compare import Unrepeated
 from ckpttool.resume.observe import Hooked
-from ckpttool.resume.process import LAST_LINES, Process, last_lines
+from ckpttool.resume.process import LAST_LINES, LONGEST, Process, last_lines
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.states import is_counter
 from ckpttool.resume.steps import LOSS, of_hook
@@ -38,7 +38,6 @@ _TIMEOUT = 10.0  # seconds that a command has to end by itself after its last ch
 _PROGRESS, _RARELY = 15.0, 600.0  # seconds after which a run tells how far it is: 15, 30, 60, ..., then every 600
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
-_LONGEST = 60  # characters of a path for temporary files, among which are sockets
 _SEED = 1234
 _RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
 # What a launcher and the other ranks raise when a rank has failed.
@@ -287,7 +286,7 @@ class Starts:
         seed = (_SEED + 1_000 if is_resumed else _SEED) if self.inject else None
         own = {variable: value or str(_SEED) for variable, _, value in (text.partition("=") for text in self.seeds)}
         temporary = os.path.join(self.folder, name, "tmp")
-        if self.inject and len(temporary) <= _LONGEST:
+        if self.inject and len(temporary) <= LONGEST:
             os.makedirs(temporary, exist_ok=True)
             own.setdefault("TMPDIR", temporary)
         hooked = inject.environment(

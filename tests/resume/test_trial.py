@@ -181,6 +181,32 @@ def test_a_scheduler_that_is_no_part_of_the_state_is_the_cause(tmp_path: Path, m
     assert (first.hint or "").startswith("`build` returns no learning-rate scheduler")
 
 
+TEMPORARY = """
+import os, tempfile
+import recipe_kinds
+from recipe_kinds import build, mesh
+
+def step(state, i):
+    path = os.path.join(tempfile.gettempdir(), "begun-by-a-recipe")
+    if i == 1:
+        open(path, "w").close()
+    for group in state["optimizer"].param_groups:
+        group["weight_decay"] = 0.1 * os.path.exists(path)
+    return recipe_kinds.step(state, i)
+"""
+
+
+def test_each_run_has_temporary_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.py").write_text(TEMPORARY)
+    monkeypatch.setenv("KIND", "ddp")
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    report = trial(tmp_path / "recipe.py", world=1, steps=2, more=2)
+    assert (report.verdict, report.unrepeated) == ("differs", []), report.message
+    assert not os.path.exists("/tmp/begun-by-a-recipe")
+
+
 SET = """
 import recipe_kinds
 from recipe_kinds import build, mesh

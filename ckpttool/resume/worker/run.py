@@ -11,6 +11,7 @@ import glob
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, read, write
 from ckpttool.resume.launch import torchrun_world
+from ckpttool.resume.process import LONGEST
 from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record
@@ -87,6 +89,9 @@ def begin(index: int, first: int, job: Job, meeting: str) -> None:
     nowhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     if torchrun_world() is None:
         os.environ.update({name: str(value) for name, value in (of_rank | of_all | nowhere).items()})
+    if len(temporary := os.path.join(job.folder, "tmp")) <= LONGEST:
+        os.makedirs(temporary, exist_ok=True)
+        os.environ["TMPDIR"], tempfile.tempdir = temporary, None
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
         open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,
