@@ -109,6 +109,28 @@ def test_a_line_is_one_write(tmp_path: Path) -> None:
         assert [one.recv(100), one.recv(100)] == [b"step 4 loss 2.5\n", b"step 5\n"]
 
 
+def test_a_run_that_resumes_lists_directories_backwards_and_walks_them(tmp_path: Path) -> None:
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    for name in "abc":
+        (tmp_path / "data" / name).touch()
+    code = (
+        "import glob, os, pathlib, shutil, sys; os.chdir(sys.argv[1])\n"
+        "entries = os.scandir('data'); first = next(entries).name; entries.close(); assert not [*entries]\n"
+        "with os.scandir('data') as entries: names = [one.name for one in entries]\n"
+        "walked = [sorted(files) for _, _, files in os.walk('data')]\n"
+        "assert first == names[0] and names == os.listdir('data') and walked == [['a', 'b', 'c'], []], names\n"
+        "assert len(glob.glob('data/**', recursive=True)) == 5 == len([*pathlib.Path('data').rglob('*')]) + 1\n"
+        "shutil.copytree('data', 'copy'); shutil.rmtree('copy')\n"
+        "open(sys.argv[2], 'w').write(' '.join(names))"
+    )
+    listed = {}
+    for is_resumed in (False, True):
+        out = tmp_path / str(is_resumed)
+        start(["-c", code, str(tmp_path), str(out)], tmp_path / f"hook {is_resumed}", is_resumed=is_resumed)
+        listed[is_resumed] = out.read_text().split()
+    assert listed[True] == listed[False][::-1] and len(listed[True]) == 4
+
+
 def test_what_the_user_has_set_is_kept(tmp_path: Path) -> None:
     present = {"PYTHONHASHSEED": "7", "PYTHONPATH": "/mine"}
     variables = inject.environment(str(tmp_path), present=present)

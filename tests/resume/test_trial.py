@@ -194,10 +194,28 @@ def step(state, i):
         group["weight_decay"] = 0.1 * os.path.exists(path)
     return recipe_kinds.step(state, i)
 """
+LISTED = """
+import os
+import recipe_kinds
+from recipe_kinds import build, mesh
+
+ORDER = [int(name) for _, _, names in os.walk(os.path.join(os.path.dirname(__file__), "data")) for name in names]
+
+def step(state, i):
+    for group in state["optimizer"].param_groups:
+        group["weight_decay"] = 0.01 * ORDER[i]
+    return recipe_kinds.step(state, i)
+"""
 
 
-def test_each_run_has_temporary_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipe.py").write_text(TEMPORARY)
+@pytest.mark.parametrize("text", [TEMPORARY, LISTED], ids=["temporary files", "listing"])
+def test_what_helps_by_chance_is_not_the_same_when_a_run_resumes(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.py").write_text(text)
+    (tmp_path / "data").mkdir()
+    for number in range(8):
+        (tmp_path / "data" / str(number)).touch()
     monkeypatch.setenv("KIND", "ddp")
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     monkeypatch.setenv("TMPDIR", "/tmp")

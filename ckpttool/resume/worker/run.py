@@ -27,6 +27,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, read, write
 from ckpttool.resume.launch import torchrun_world
+from ckpttool.resume.observe.site.sitecustomize import list_backwards
 from ckpttool.resume.process import LONGEST
 from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
@@ -92,6 +93,8 @@ def begin(index: int, first: int, job: Job, meeting: str) -> None:
     if len(temporary := os.path.join(job.folder, "tmp")) <= LONGEST:
         os.makedirs(temporary, exist_ok=True)
         os.environ["TMPDIR"], tempfile.tempdir = temporary, None
+    if job.load is not None:
+        list_backwards()
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
         open(os.path.join(job.folder, f"rank{rank}.stack"), "w", encoding="utf-8") as stack,

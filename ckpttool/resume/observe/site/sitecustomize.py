@@ -46,28 +46,36 @@ def _keep() -> None:
         sys.addaudithook(_keeper.audit)
 
 
-def _list_backwards() -> None:
+def list_backwards() -> None:
     """List directories in the opposite order, which no file system promises."""
     system: Any = os
     listdir, scandir = os.listdir, os.scandir
 
-    class Backwards(list):  # type: ignore[type-arg]
-        """The entries of a directory, as `os.scandir` returns them."""
+    class Backwards:
+        """The entries of a directory, as `os.scandir` returns them: an iterator that is closed."""
+
+        def __init__(self, path: Any = ".") -> None:
+            with scandir(path) as entries:
+                self._left = [*entries]
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            if not self._left:
+                raise StopIteration
+            return self._left.pop()
 
         def __enter__(self) -> Any:
-            return iter(self)
+            return self
 
         def __exit__(self, *error: object) -> None:
-            pass
+            self._left.clear()
 
         close = __exit__
 
-    def backwards(path: Any = ".") -> Any:
-        with scandir(path) as entries:
-            return Backwards([*entries][::-1])
-
     system.listdir = lambda path=".": listdir(path)[::-1]
-    system.scandir = backwards
+    system.scandir = Backwards
 
 
 def _hook() -> None:
@@ -143,7 +151,7 @@ if _SETTINGS and __name__ == "sitecustomize":
 
             random.seed(_SETTINGS["seed"] + int(os.environ.get("RANK") or 0))
             if _SETTINGS["is_resumed"]:
-                _list_backwards()
+                list_backwards()
         _keep()
         sys.meta_path.insert(0, _WaitForTorch())
         _write_lines()
