@@ -23,6 +23,12 @@ def recognise(location: Location) -> bool:
     return False
 
 
+def inside(archive: Location) -> Location:
+    """Return the root of the files in an archive, whose store is to be closed. Raises CorruptError for an archive that
+    is damaged, and ReadError for what is not a file stored as it is, and once."""
+    return Location(str(archive), ArchiveStore(archive))
+
+
 # Any checkpoint may lie in an archive: it is opened by the one module that knows all of them, which is above this one.
 FORMAT = Format(
     "archive",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ckpttool.catalogue.entries import Catalogue, File
@@ -72,12 +71,8 @@ def _compared(folder: Location, listed: Manifest, catalogue: Catalogue) -> Itera
             continue
         if number in with_tensors:
             file.crc, file.crcs_at = expected, file.crcs_at or f"`{NAME}`"
-        elif (found := crc_of(partial(_read_into, location), 0, file.size)) != expected:
+        elif (found := crc_of(location.fill, 0, file.size)) != expected:
             yield _fault(file, found, expected)
-
-
-def _read_into(location: Location, offset: int, buffer: memoryview) -> None:
-    buffer[:] = location.read(offset, len(buffer))
 
 
 def _fault(file: File, found: int, expected: int) -> CorruptError:

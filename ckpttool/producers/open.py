@@ -43,7 +43,6 @@ from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.serialization.unsafe_globals import harmful_names
-from ckpttool.storage import archives as storage_archives
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
@@ -118,15 +117,15 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
 
 def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Open what lies in an archive, as if it lay in a directory. Raises ReadError or CorruptError."""
-    root = storage_archives.opened(location)
-    with ExitStack() as on_error:
-        on_error.callback(root.store.close)
-        source = CombinedSource.over(open_at(root, options), root.store.close)
-        on_error.pop_all()
+    root = archives.inside(location)
+    try:
+        source = open_at(root, options)
+    except BaseException:
+        root.store.close()
+        raise
     catalogue = source.catalogue
-    catalogue.facts["layout"] = catalogue.format
-    catalogue.format = archives.FORMAT.name
-    return source
+    catalogue.facts["layout"], catalogue.format, catalogue.location = catalogue.format, archives.FORMAT.name, root
+    return CombinedSource.over(source, root.store.close)
 
 
 def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDirectory) -> Source | None:
@@ -426,7 +425,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         parts.assign(catalogue)
         with closing(files.Pool()) as pool:
             local_state.restore(source, options, partial(_numbers, source, pool))
-        chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), location)
+        chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), catalogue.location or location)
         catalogue.location = chosen
         if (found := foreign.describe(catalogue, chosen)) is not None:
             found.annotate(catalogue)

@@ -53,7 +53,8 @@ def listed(paths: Iterable[str]) -> RunItems:
             if found and place not in (directory.path for directory, _ in found):
                 top = Directory(place)
                 inner = [directory.path for directory, _ in found]
-                items.others += [f"{top.at(n)}/" for n in top.folders if not _is_above(top.at(n), inner)]
+                beside = (top.at(name) for name in top.folders)
+                items.others += [f"{one}/" for one in beside if not any(other.is_below(one) for other in inner)]
             if not found:
                 alone.append(place)
     items.checkpoints += _alone(alone)
@@ -95,10 +96,6 @@ def _beside(directory: Directory, checkpoints: list[RunCheckpoint]) -> Iterator[
             yield f"{directory.at(name)}/"
     if not any(one.path == directory.path for one in checkpoints):
         yield from map(directory.at, RunDirectory(directory, checkpoints, None).beside)
-
-
-def _is_above(folder: Location, others: Iterable[Location]) -> bool:
-    return any(other.is_below(folder) for other in others)
 
 
 def _alone(places: Sequence[Location]) -> Iterator[RunCheckpoint]:

@@ -232,11 +232,6 @@ def _order(checkpoint: RunCheckpoint) -> tuple[tuple[int, ...], int, bool]:
     return checkpoint.order, -1 if time is None else time, checkpoint.pointed
 
 
-def _is_ordered(checkpoint: RunCheckpoint) -> bool:
-    """Return whether anything says where a checkpoint stands among others."""
-    return _order(checkpoint) != ((), -1, False)
-
-
 def _below(directory: Directory, depth: int = 1) -> Iterator[Directory]:
     """Yield the folders in which frameworks put the checkpoints of a run; the last version first."""
     names = [name for name in directory.folders if _BELOW.fullmatch(name)]
@@ -255,7 +250,7 @@ def _newest(path: str, checkpoints: list[RunCheckpoint], directory: Directory) -
     for i, checkpoint in reversed([*enumerate(checkpoints)]):
         checkpoint = checkpoints[i] = judged(checkpoint, directory)
         complete = [c.name for c in checkpoints if c.complete]
-        if checkpoint.complete and not _is_ordered(checkpoint) and len(complete) > 1:
+        if checkpoint.complete and _order(checkpoint) == ((), -1, False) and len(complete) > 1:
             raise ReadError(
                 f"`{path}` has {len(complete)} checkpoints, {some(complete)}, and nothing says which is the newest",
                 hint=f"name one: `{checkpoint.path}`{_all_as_one(path, checkpoints)}",

@@ -38,12 +38,6 @@ class _Member(NamedTuple):
     why: str = ""
 
 
-def opened(archive: Location) -> Location:
-    """Return the root of the files in a tar or zip archive. Raises CorruptError for one that is damaged, and ReadError
-    for one with a name that leads out of it."""
-    return Location(str(archive), ArchiveStore(archive))
-
-
 class ArchiveStore(Store):
     """The store of the files in an archive, to read from. The archive is one version of a file all along."""
 

@@ -22,6 +22,7 @@ from support.checkpoints import bits
 from support.paths import CHECKPOINTS
 
 import ckpttool
+from ckpttool import formats
 from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.storage import archives
 from ckpttool.storage.stores import local_path
@@ -101,6 +102,17 @@ def test_any_checkpoint_may_lie_in_an_archive(tmp_path: Path) -> None:
             path = pack(CHECKPOINTS / sample, tmp_path / f"{sample.replace('/', '-')}{suffix}")
             difference = ckpttool.diff(path, CHECKPOINTS / sample)
             assert difference.same, difference.message
+
+
+def test_the_manifest_in_an_archive_is_compared(tmp_path: Path) -> None:
+    ckpttool.convert(CHECKPOINTS / "dcp/fsdp2_w4/ckpt", tmp_path / "dcp", to="dcp")
+    assert ckpttool.verify(pack(tmp_path / "dcp", tmp_path / "a.tar")).whole
+    (tmp_path / "dcp/__0_0.distcp").unlink()
+    with pytest.raises(CkptError, match=r"__0_0\.distcp"):
+        ckpttool.convert(pack(tmp_path / "dcp", tmp_path / "b.tar"), tmp_path / "out.pt")
+    data = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(data.replace(b'"sha256"', b'"sha255"'))
+    assert ckpttool.verify(tmp_path / "a.tar").exit_code != 0
 
 
 def test_archives_in_a_directory(tmp_path: Path) -> None:
@@ -234,7 +246,7 @@ def test_an_archive_that_claims_much(tmp_path: Path) -> None:
 def test_an_archive_that_is_written_again(tmp_path: Path) -> None:
     write_agent(tmp_path / "files")
     path = pack(tmp_path / "files", tmp_path / "a.zip")
-    root = archives.opened(local_path(str(path)))
+    root = formats.archives.inside(local_path(str(path)))
     with closing(root.store), open(path, "r+b") as stream:
         assert (root / "data").read(0, 8) == b'{"gamma"'
         stream.write(b"\0")

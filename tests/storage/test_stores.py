@@ -24,8 +24,8 @@ from support.wrapped_store import WrappedStore
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
+from ckpttool.formats import archives
 from ckpttool.operations import repair
-from ckpttool.storage import archives
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import DirectoryEntry, Location, Outgoing, Stat, destination, local_path, locate
 
@@ -96,7 +96,7 @@ def in_a_bucket_of_the_hub(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp
 def in_an_archive(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Location:
     with tarfile.open(tmp_path / "run.tar", "w") as archive:
         archive.add(directory, ".")
-    return archives.opened(local_path(str(tmp_path / "run.tar")))
+    return archives.inside(local_path(str(tmp_path / "run.tar")))
 
 
 Make = Callable[[Path, pytest.MonkeyPatch, Path], Location]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool.analysis.result import FileSize
+from ckpttool.catalogue import quantization
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, LossError, UsageError
@@ -32,7 +33,6 @@ from ckpttool.operations.export import card, weights
 from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.foreign import quantized
 from ckpttool.producers.open import chosen_of_run, naming
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing, is_remote, locate
@@ -320,7 +320,7 @@ def _scales(planned: Catalogue, beside: Assets, options: ExportOptions, result: 
     """Return the names of the scales of quantised weights, which stay as they are, as these do, for a `--dtype` without
     a pattern; this is noted. A scale that is rounded changes all elements of its block."""
     config = (beside.config or {}).get("quantization_config")
-    scales = quantized.analyse(planned, config if isinstance(config, dict) else {}).companions
+    scales = quantization.analyse(planned, config if isinstance(config, dict) else {}).companions
     general = dtype_rules.caster(options.dtype)
     kept = [t.name for t in planned.tensors if t.name in scales and general(t) not in (None, t.dtype)]
     if kept:
