@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from ckpttool.catalogue.dtypes import ALIASES, DTYPES, Dtype
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
@@ -15,12 +15,15 @@ from ckpttool.text import meant
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: False) -> Callable[[Tensor], Dtype | None]:
+def caster(
+    rules: Sequence[str], stays: Callable[[str], bool] = lambda name: False, scales: Container[str] = ()
+) -> Callable[[Tensor], Dtype | None]:
     """Return the dtype that `--dtype` rules give a tensor; None to leave it.
 
     A rule is `PATTERN=DTYPE` over full names, the first that matches, or a bare `DTYPE` for the floating-point tensors
-    of models that match none (8-bit floats stay). Integers and bools are never cast. A bare dtype is not for tensors
-    whose name `stays`: they become float32. Raises UsageError for a dtype that is none.
+    of models that match none (8-bit floats stay, and so do their `scales`: rounding one changes all elements of its
+    block). Integers and bools are never cast. A bare dtype is not for tensors whose name `stays`: they become float32.
+    Raises UsageError for a dtype that is none.
     """
     compiled: list[tuple[re.Pattern[str] | None, Dtype]] = []
     if sum("=" not in text for text in rules) > 1:
@@ -39,7 +42,7 @@ def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: Fal
         # Nothing converts the 4-bit floats, and torch has no other names for them.
         if tensor.dtype.kind != "float" or tensor.embedded or tensor.dtype.name.startswith("float4"):
             return None
-        is_general = tensor.part.kind == "model" and tensor.dtype.itemsize > 1
+        is_general = tensor.part.kind == "model" and tensor.dtype.itemsize > 1 and tensor.name not in scales
         for pattern, kind in compiled:
             if pattern is not None and pattern.fullmatch(tensor.name):
                 return kind
@@ -49,6 +52,13 @@ def caster(rules: Sequence[str], stays: Callable[[str], bool] = lambda name: Fal
         return None
 
     return cast_to
+
+
+def left_scales(catalogue: Catalogue, rules: Sequence[str], scales: Container[str]) -> list[str]:
+    """Return the names of the `scales` of quantised weights that the rules would cast, did these not stay."""
+    every, but_scales = caster(rules), caster(rules, scales=scales)
+    candidates = (tensor for tensor in catalogue.tensors if tensor.name in scales)
+    return [t.name for t in candidates if every(t) not in (None, t.dtype) and but_scales(t) is None]
 
 
 def general(rules: Sequence[str]) -> str | None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpttool import formats
-from ckpttool.catalogue import boxes, parts
+from ckpttool.catalogue import boxes, parts, quantization
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import TENSOR_CLASS, Format, SinkOptions, Source
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import UsageError
 from ckpttool.layout import rechunk, select
-from ckpttool.layout.dtype_rules import cast, caster, general
+from ckpttool.layout.dtype_rules import cast, caster, general, left_scales
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.rename import rename_entries, rooted, without_root
@@ -36,7 +36,7 @@ from ckpttool.serialization import sharded_pickle
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files
 from ckpttool.storage.stores import local_path, path_text
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, plural, some
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.read import read_box
@@ -324,15 +324,22 @@ def _plan(source: Source, dst: str, target: Format, options: ConvertOptions) -> 
 
 def _cast(planned: Catalogue, catalogue: Catalogue, rules: Sequence[str]) -> Catalogue:
     """Return the tensors with their new dtypes. What the library of the model keeps in float32 is cast, too, which is
-    noted: a training state is loaded by its framework, in the dtype that it has."""
+    noted: a training state is loaded by its framework, in the dtype that it has. So are scales that are not."""
     if not rules:
         return planned
     wanted = general(rules)
     if wanted is None:
         return cast(planned, caster(rules))
     classes = catalogue.facts.get("architectures") or [None]
-    asked = cast(planned, caster(rules))
-    kept = cast(planned, caster(rules, float32_names.kept(classes[0], wanted)))
+    scales = quantization.analyse(planned, {}).companions
+    asked = cast(planned, caster(rules, scales=scales))
+    kept = cast(planned, caster(rules, float32_names.kept(classes[0], wanted), scales))
+    if left := left_scales(planned, rules, scales):
+        text = (
+            f"{plural(len(left), 'scale')} of quantised weights {is_or_are(left)} not cast: {some(left)}; "
+            f"`--dtype '*{left[0].rpartition('.')[2]}={wanted}'` casts such"
+        )
+        asked.warnings = [*asked.warnings, Warning("framework", text)]
     rounded = [one.name for one, other in zip(asked.tensors, kept.tensors, strict=True) if one.dtype != other.dtype]
     if rounded:
         text = (

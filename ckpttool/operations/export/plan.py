@@ -283,16 +283,8 @@ def _cast(
     """Return the tensors with their new dtypes. What the library of the model keeps in float32, so that routers choose
     the same experts, stays float32 for a `--dtype` without a pattern, which is noted."""
     wanted = dtype_rules.general(options.dtype)
-    scales = set[str]()
-    if wanted is not None and not options.dtype_strict:
-        scales = _scales(planned, beside, options, result)
-    by_pattern = dtype_rules.caster([rule for rule in options.dtype if "=" in rule])
-
-    def cast(stays: Callable[[str], bool] = lambda name: False) -> Catalogue:
-        general = dtype_rules.caster(options.dtype, stays)
-        return dtype_rules.cast(planned, lambda tensor: (by_pattern if tensor.name in scales else general)(tensor))
-
-    asked = cast()
+    scales = set[str]() if wanted is None or options.dtype_strict else _scales(planned, beside, options, result)
+    asked = dtype_rules.cast(planned, dtype_rules.caster(options.dtype, scales=scales))
     if wanted is None or options.dtype_strict or result.adapter:
         return asked
     stays, who = float32_names.kept(beside.architecture or beside.class_name, wanted), "the model's library"
@@ -305,7 +297,7 @@ def _cast(
             stays, who = (lambda name: name in names or listed(name)), "transformers"
         else:
             stays, who = names.__contains__, model.library
-    kept = cast(stays)
+    kept = dtype_rules.cast(planned, dtype_rules.caster(options.dtype, stays, scales))
     different = [one.name for one, other in zip(kept.tensors, asked.tensors, strict=True) if one.dtype != other.dtype]
     if different:
         result.notes.append(
@@ -317,17 +309,13 @@ def _cast(
 
 
 def _scales(planned: Catalogue, beside: Assets, options: ExportOptions, result: Exported) -> set[str]:
-    """Return the names of the scales of quantised weights, which stay as they are, as these do, for a `--dtype` without
-    a pattern; this is noted. A scale that is rounded changes all elements of its block."""
+    """Return the names of the scales of quantised weights, which a bare `--dtype` leaves; this is noted."""
     config = (beside.config or {}).get("quantization_config")
     scales = quantization.analyse(planned, config if isinstance(config, dict) else {}).companions
-    general = dtype_rules.caster(options.dtype)
-    kept = [t.name for t in planned.tensors if t.name in scales and general(t) not in (None, t.dtype)]
-    if kept:
-        number = plural(len(kept), "scale")
-        result.notes.append(
-            f"{number} of quantised weights {is_or_are(kept)} not cast: {some(kept)}; `--dtype-strict` casts all"
-        )
+    if left := dtype_rules.left_scales(planned, options.dtype, scales):
+        number = plural(len(left), "scale")
+        why = f"of quantised weights {is_or_are(left)} not cast"
+        result.notes.append(f"{number} {why}: {some(left)}; `--dtype-strict` casts all")
     return scales
 
 

@@ -268,6 +268,11 @@ def test_scales_of_quantised_weights_are_not_rounded(
     ckpttool.export(source, tmp_path / "strict", dtype="bfloat16", dtype_strict=True)
     kinds = {value.dtype for value in tensors(tmp_path / "strict").values() if value.dtype.itemsize > 1}
     assert {kind for kind in kinds if kind.is_floating_point} == {torch.bfloat16}
+    made = ckpttool.convert(source, tmp_path / "b.pt", dtype="bfloat16")
+    found = torch.load(tmp_path / "b.pt")["model"]
+    assert found.pop("norm.weight").dtype == torch.bfloat16
+    assert same(found, model)
+    assert any(note.startswith(f"{scales} scale") and "=bfloat16'" in note for note in made.notes)
 
 
 def test_convert_says_what_it_rounds(tmp_path: Path) -> None:
