@@ -95,7 +95,7 @@ def trial(
     """Train, save, convert, resume, and compare every step.
 
     Resumed runs are new processes; state and steps are compared bit for bit. The exit code is 0 if training
-    resumes exactly, 1 if it does not, 3 if training does not repeat itself.
+    resumes exactly, 1 if it does not, 3 if training does not repeat itself, 9 if nothing is proven.
 
     Examples:
         ckpttool verify-resume trial --recipe recipe.py

@@ -447,7 +447,8 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.verdict, report.message = "differs", f"resume is not exact: {what}{unjudged}"
     elif isinstance(report, TrialReport):
         report.message = _what_is_exact(report)
-        report.verdict = "nondeterministic" if report.unrepeated else "same"
+        report.verdict = "unproven" if _lacks_reference(report) else "same"
+        report.verdict = "nondeterministic" if report.unrepeated else report.verdict
     elif excused is not None and any(kind in JUDGED for kind in excused.kinds):
         _tell_nondeterministic(report, excused)
     elif report.unproven:
@@ -495,18 +496,23 @@ def not_judged(names: Sequence[str], reasons: Mapping[str, str]) -> str:
     return ", ".join(f"`{name}` ({reasons.get(name, 'no reason')})" for name in names[:_CAUSES]) + more
 
 
+def _lacks_reference(report: TrialReport) -> bool:
+    """Return whether the steps on another mesh could not be compared: torch did not resume there, or not exactly."""
+    rows = [row for row in report.compared if row.against == "control"]
+    return report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows))
+
+
 def _what_is_exact(report: TrialReport) -> str:
     resumed = [run for run in report.runs if run.resumed_at is not None and run.name != "control"]
     on = f"state on {plural(resumed[0].world_size, 'rank')}" if resumed else "state"
     after = plural(report.steps_after, "step")
-    rows = [row for row in report.compared if row.against == "control"]
     if report.unrepeated:
         return f"{on} is bit-identical{_not_judged(report)}"
     if report.rule == "checkpoints":
         of = plural(len(resumed), "checkpoint")
         return f"exact resume: {of} and the next {after} of each are bit-identical"
-    if report.rule == "control" and (not rows or any(row.equal is None and row.count for row in rows)):
-        return f"{on} is bit-identical; the next steps could not be compared, for want of a reference run"
+    if _lacks_reference(report):
+        return f"not proven: {on} is bit-identical, and the next steps have no reference run to be compared with"
     against = " (vs. reference run)" if report.rule == "control" else ""
     verb = "is" if report.steps_after == 1 else "are"
     return f"exact resume: {on} is bit-identical, and so {verb} the next {after}{against}"

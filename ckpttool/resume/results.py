@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
 
-TrialVerdict = Literal["same", "differs", "nondeterministic", "failed"]
+TrialVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed"]
 RunVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed", "planned"]
 NONDETERMINISTIC, UNPROVEN = 3, 9
 
@@ -232,8 +232,8 @@ class Outcome(Result):
 
     @property
     def exit_code(self) -> int:
-        """0 if training resumes exactly, 3 if training does not repeat itself, 9 if a difference is neither judged nor
-        explained, else 1."""
+        """0 if training resumes exactly, 3 if training does not repeat itself, 9 if that is not proven: a difference is
+        neither judged nor explained, or there is nothing to compare with; else 1."""
         codes = {"same": DONE, "planned": DONE, "nondeterministic": NONDETERMINISTIC, "unproven": UNPROVEN}
         return codes.get(self.verdict, DIFFERS)
 
@@ -251,7 +251,7 @@ class TrialReport(Outcome):
 
     recipe: str  #: path of the recipe
     rule: str  #: `bitwise` (same mesh), `control` (other mesh) or `checkpoints`
-    verdict: TrialVerdict = "same"  #: `same`, `differs`, `nondeterministic` or `failed`
+    verdict: TrialVerdict = "same"  #: `same`, `differs`, `nondeterministic`, `unproven` or `failed`
     device: str = "cpu"  #: device type
     steps_before: int = 0  #: steps before the save
     steps_after: int = 0  #: steps after the save

@@ -23,7 +23,7 @@ from ckpttool.layout.mesh import parse_mesh
 from ckpttool.resume import arguments, checks, compare
 from ckpttool.resume.compare import judge
 from ckpttool.resume.job import Seen
-from ckpttool.resume.results import Compared, RankCheck, RunDifference, Step, TrialReport
+from ckpttool.resume.results import Compared, RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks
 from ckpttool.resume.worker.gradients import _joined
@@ -93,6 +93,20 @@ def test_what_is_not_judged_is_no_finding() -> None:
     made = report()
     assert not steps_compared(made, [step(4, 0.0, 0.0)], excused={"loss": 4})
     assert {row.what: row.equal for row in made.compared}["loss"] is None
+
+
+@pytest.mark.parametrize("why_not", ["", "the reference run does not have A's state", None])
+def test_nothing_is_proven_without_a_reference_run(why_not: str | None) -> None:
+    """On another mesh: torch resumed there, not exactly, or not at all."""
+    trial = dataclasses.replace(report(), rule="control", steps_after=1)
+    trial.runs = [Run("A", "shard=2", 2), Run("B", "shard=4", 4, resumed_at=3)]
+    if why_not is not None:
+        sides = (of_ranks(RUN[:1]), of_ranks(RUN[:1]))
+        assert compare_steps(trial, *sides, "B", "control", titles=TITLES[:-1], why_not=why_not) is None
+    judge(trial)
+    is_proven = why_not == ""
+    assert (trial.verdict, trial.exit_code) == (("same", 0) if is_proven else ("unproven", 9))
+    assert trial.message.startswith("exact resume: " if is_proven else "not proven: state on 4 ranks is bit-identical")
 
 
 def seen(rank: int, **changed: Any) -> Seen:
