@@ -12,8 +12,6 @@ import errno
 import os
 import posixpath
 import struct
-import tarfile
-import zipfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -80,6 +78,9 @@ class ArchiveStore(Store):
             name, is_dir = above, True
 
     def _listed(self) -> Iterator[_Member]:
+        import tarfile  # with `zipfile`, a twentieth of what `inspect` takes, and few checkpoints are archives
+        import zipfile
+
         try:
             listing = _Listing(self._archive)
             yield from (_of_zip if self._archive.head(2) == b"PK" else _of_tar)(listing)
@@ -141,6 +142,8 @@ class _Listing:
 
 
 def _of_tar(listing: _Listing) -> Iterator[_Member]:
+    import tarfile
+
     with tarfile.open(fileobj=listing, mode="r:") as archive:  # type: ignore[call-overload] # nothing is written
         for member in archive:
             if not member.isdir():
@@ -149,6 +152,8 @@ def _of_tar(listing: _Listing) -> Iterator[_Member]:
 
 
 def _of_zip(listing: _Listing) -> Iterator[_Member]:
+    import zipfile
+
     with zipfile.ZipFile(listing) as archive:
         for member in archive.infolist():
             if member.is_dir():
