@@ -22,6 +22,7 @@ _PAGE = "the download was refused or went astray: look at it in a text editor"
 NOT_READ = "it is no PyTorch checkpoint, and is not read"
 
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
+_PACKAGE, _SAVED = (".data/extern_modules",), ("version", "data/0")  # records of torch.package, and of torch.save
 _MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
 _ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
 # Programs, pictures, sounds, PDFs, fonts, and what macOS keeps of a folder.
@@ -69,10 +70,12 @@ def is_archive(head: bytes) -> bool:
 
 
 def is_archive_of_files(location: Location) -> bool:
-    """Return whether a file is a tar archive, or a zip archive that is no package of torch."""
+    """Return whether a file is a tar archive, or a zip archive that is neither a package of torch nor a file of
+    torch.save without its pickle."""
     head = location.head(_TAR + 5)
-    is_zip = head.startswith(b"PK\3\4") and not _is_package(location, location.size())
-    return is_zip or head[_TAR:] == b"ustar"
+    if not head.startswith(b"PK\3\4"):
+        return head[_TAR:] == b"ustar"
+    return [_lists(location, *records) for records in (_PACKAGE, _SAVED)] == [False, False]
 
 
 def recognised(location: Location) -> CkptError | None:
@@ -86,7 +89,7 @@ def recognised(location: Location) -> CkptError | None:
     nbytes = location.size()
     if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
         return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=NOT_READ, file=location)
-    if head.startswith(b"PK\3\4") and _is_package(location, nbytes):
+    if head.startswith(b"PK\3\4") and _lists(location, *_PACKAGE):
         hint = "load it with `torch.package.PackageImporter`, and save the state dict with `torch.save`"
         return ReadError(f"`{location}`: a package of torch.package", hint=hint, file=location)
     low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(HEAD)
@@ -99,8 +102,9 @@ def recognised(location: Location) -> CkptError | None:
     return None
 
 
-def _is_package(location: Location, nbytes: int) -> bool:
-    """Return whether a zip archive is one of torch.package, which holds modules with their code."""
+def _lists(location: Location, *records: str) -> bool | None:
+    """Return whether a zip archive lists all of these records below its first folder; None if it has no directory."""
     with suppress(CkptError), closing(files.Pool()) as pool:
-        return torch_zip.listed(partial(pool.read, location), nbytes, ".data/extern_modules", name=f"`{location}`")
-    return False
+        read, nbytes, name = partial(pool.read, location), location.size(), f"`{location}`"
+        return {torch_zip.listed(read, nbytes, record, name=name) for record in records} == {True}
+    return None

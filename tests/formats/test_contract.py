@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import signal
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def _yaml(path: Path) -> None:
     path.write_text("step: 7\n" + "".join(f"group{n}: {{lr: 0.{n + 1}}}\n" for n in range(9)) + "last: [1, 2]\n")
 
 
+def _archive(path: Path) -> None:
+    torch.save({"model": {"table": torch.from_numpy(TABLE)}, "step": 7}, path.parent / "model.pt")
+    with tarfile.open(path, "w") as archive:
+        archive.add(path.parent / "model.pt", "model.pt")
+    (path.parent / "model.pt").unlink()
+
+
 # Those that lie beside one, as their own libraries write them.
 BESIDE: dict[str, Callable[[Path], object]] = {
     "pickle": lambda path: path.write_bytes(pickle.dumps({"step": 7, "table": TABLE})),
@@ -53,6 +61,7 @@ BESIDE: dict[str, Callable[[Path], object]] = {
     "npy": lambda path: np.save(path.open("wb"), TABLE),
     "json": lambda path: path.write_text(json.dumps({"step": 7, "groups": [{"lr": 0.1}]})),
     "yaml": _yaml,
+    "archive": _archive,
 }
 
 
