@@ -447,8 +447,8 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         report.verdict, report.message = "differs", f"resume is not exact: {what}{unjudged}"
     elif isinstance(report, TrialReport):
         report.message = _what_is_exact(report)
-        report.verdict = "unproven" if _lacks_reference(report) else "same"
-        report.verdict = "nondeterministic" if report.unrepeated else report.verdict
+        unproven = _lacks_reference(report)
+        report.verdict = "nondeterministic" if report.unrepeated else "unproven" if unproven else "same"
     elif excused is not None and any(kind in JUDGED for kind in excused.kinds):
         _tell_nondeterministic(report, excused)
     elif report.unproven:

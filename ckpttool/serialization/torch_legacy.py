@@ -26,6 +26,7 @@ from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes, torch_pickle, unpickler
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
+from ckpttool.storage import archives
 from ckpttool.storage.stores import Location
 
 Read = Callable[[int, int], bytes]
@@ -73,20 +74,14 @@ def is_stream(head: bytes) -> bool:
 def is_tar(head: bytes, path: Location) -> bool:
     """Return whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     try:
-        return head[257:262] == b"ustar" and _members(path, "").keys() >= _MEMBERS
+        return head[257:262] == b"ustar" and _members(path).keys() >= _MEMBERS
     except CkptError:
         return False
 
 
-def _members(path: Location, name: str) -> dict[str, tuple[int, int]]:
+def _members(path: Location) -> dict[str, tuple[int, int]]:
     """Return where the regular members of a tar begin and end."""
-    import tarfile
-
-    try:
-        with path.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            return {m.name: (m.offset_data, m.offset_data + m.size) for m in archive.getmembers() if m.isreg()}
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise CorruptError(f"{name}: not a complete tar: {error}") from None
+    return {m.name: (m.offset, m.offset + m.nbytes) for m in archives.members(path) if not m.why}
 
 
 class _Cursor:
@@ -165,7 +160,7 @@ def open_stream(read: Read, size: int, *, name: str) -> Stream:
 
 def open_tar(read: Read, path: Location, *, name: str) -> Stream:
     """Return the tar of torch 0.1. Raises CorruptError when a member is missing or cut."""
-    members = _members(path, name)
+    members = _members(path)
     if missing := sorted(_MEMBERS - members.keys()):
         raise CorruptError(f"{name} has no member `{missing[0]}`")
     stream = Stream(name, "tar", None)

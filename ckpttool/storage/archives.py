@@ -19,21 +19,39 @@ from ckpttool.errors import CorruptError, ReadError, in_one_line
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 
-_MOST_FILES = 100_000  # and folders
+_MOST_FILES = 100_000  # and as many folders
 _MOST_READ = 64 << 20  # bytes at once, of a listing; a file with holes may say that its is of any size
 _LOCAL = struct.Struct("<4s22xHH")  # of a member of a zip: its mark, and the lengths of its name and its extra field
 _ENCRYPTED, _UTF8 = 1, 0x800
 _UNPACK = "unpack the archive, and name the directory that it is unpacked to"
 
 
-class _Member(NamedTuple):
-    """A file in an archive, and where its bytes begin: `_Member("model_weights.ckpt", 1536, 4096)`. If they are not
-    there as they are, `why` says so."""
+class ArchiveMember(NamedTuple):
+    """A file in an archive, and where its bytes begin: `ArchiveMember("model.pt", 1536, 4096)`. If they are not there as
+    they are, `why` says so."""
 
     name: str
     offset: int
     nbytes: int
     why: str = ""
+
+
+def members(archive: Location) -> Iterator[ArchiveMember]:
+    """Yield the files in a tar or zip archive. Raises CorruptError if it is damaged, ReadError for too many."""
+    import tarfile  # with `zipfile`, a twentieth of what `inspect` takes, and few checkpoints are archives
+    import zipfile
+
+    try:
+        listing = _Listing(archive)
+        for number, member in enumerate((_of_zip if archive.head(2) == b"PK" else _of_tar)(listing)):
+            if number == _MOST_FILES:
+                raise ReadError(
+                    f"`{archive}`: an archive of more than {_MOST_FILES:,} files", hint=_UNPACK, file=archive
+                )
+            yield member
+    except (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError) as error:
+        text = f"`{archive}`: the archive cannot be listed: {in_one_line(error)}"
+        raise CorruptError(text, hint="the save or the copy did not end", file=archive) from None
 
 
 class ArchiveStore(Store):
@@ -46,17 +64,17 @@ class ArchiveStore(Store):
         version = archive.version or (versions.at(archive) if archive.store.is_local else None)
         self._archive = Location(archive, archive.store, version)
         self._pool = files.Pool()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, ArchiveMember] = {}
         self._folders: dict[str, dict[str, bool]] = {"": {}}
-        for member in self._listed():
+        for member in members(self._archive):
             self._add(member)
 
-    def _add(self, member: _Member) -> None:
+    def _add(self, member: ArchiveMember) -> None:
         name = posixpath.normpath(member.name)
         files.check_name(self.root, name)
         text = ""
-        if max(len(self._members), len(self._folders)) >= _MOST_FILES:
-            text = f"`{self.root}`: an archive of more than {_MOST_FILES:,} files and folders"
+        if len(self._folders) > _MOST_FILES:
+            text = f"`{self.root}`: an archive of more than {_MOST_FILES:,} folders"
         elif member.why:
             text = f"`{self.root}/{name}`: {member.why} in an archive"
         elif name in self._members or name in self._folders:
@@ -76,17 +94,6 @@ class ArchiveStore(Store):
             if is_known:
                 return
             name, is_dir = above, True
-
-    def _listed(self) -> Iterator[_Member]:
-        import tarfile  # with `zipfile`, a twentieth of what `inspect` takes, and few checkpoints are archives
-        import zipfile
-
-        try:
-            listing = _Listing(self._archive)
-            yield from (_of_zip if self._archive.head(2) == b"PK" else _of_tar)(listing)
-        except (tarfile.TarError, zipfile.BadZipFile, struct.error, UnicodeError, EOFError) as error:
-            text = f"`{self.root}`: the archive cannot be listed: {in_one_line(error)}"
-            raise CorruptError(text, hint="the save or the copy did not end", file=self.root) from None
 
     def stat(self, name: str) -> Stat:
         if name in self._folders:
@@ -141,17 +148,17 @@ class _Listing:
         """Do nothing: nothing is open."""
 
 
-def _of_tar(listing: _Listing) -> Iterator[_Member]:
+def _of_tar(listing: _Listing) -> Iterator[ArchiveMember]:
     import tarfile
 
     with tarfile.open(fileobj=listing, mode="r:") as archive:  # type: ignore[call-overload] # nothing is written
         for member in archive:
             if not member.isdir():
                 why = "" if member.isreg() and not member.issparse() else "a link, a device or a sparse file"
-                yield _Member(member.name, member.offset_data, member.size, why)
+                yield ArchiveMember(member.name, member.offset_data, member.size, why)
 
 
-def _of_zip(listing: _Listing) -> Iterator[_Member]:
+def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
     import zipfile
 
     with zipfile.ZipFile(listing) as archive:
@@ -166,4 +173,4 @@ def _of_zip(listing: _Listing) -> Iterator[_Member]:
             is_stored = member.compress_type == zipfile.ZIP_STORED
             why = "encrypted" if member.flag_bits & _ENCRYPTED else "" if is_stored else "compressed"
             begin = member.header_offset + _LOCAL.size + name_length + extra_length
-            yield _Member(member.filename, begin, member.file_size, why)
+            yield ArchiveMember(member.filename, begin, member.file_size, why)
