@@ -27,8 +27,8 @@ _UNPACK = "unpack the archive, and name the directory that it is unpacked to"
 
 
 class ArchiveMember(NamedTuple):
-    """A file in an archive, and where its bytes begin: `ArchiveMember("model.pt", 1536, 4096)`. If they are not there as
-    they are, `why` says so."""
+    """A file in an archive, and where its bytes begin: `ArchiveMember("model.pt", 1536, 4096)`. If its bytes are not
+    there as they are, `why` says so."""
 
     name: str
     offset: int
