@@ -9,11 +9,11 @@ from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import CHECKPOINTS, FORMATS
 from ckpttool.serialization import other_files
 from ckpttool.serialization.other_files import HEAD, INCOMPLETE, NOT_READ
+from ckpttool.storage import archives
 from ckpttool.storage.stores import Location
 from ckpttool.text import cut, size, some
 
 _SHOWN = 4
-_BLOCK = 512  # of a tar archive
 _DOWNLOADS = ".cache/huggingface/download"  # where `hf download DIR` keeps what it has begun
 _OF_MODELS = {"config.json", "tokenizer.json", "tokenizer_config.json"}  # which lie beside weights
 
@@ -78,7 +78,7 @@ def _unknown_directory(location: Location) -> CkptError:
     files_in = [location / name for name in names[:1000] if (location / name).is_file()]
     for file in files_in:
         file.check_readable()
-    if len(files_in) == len(names) == 1 and other_files.is_archive(files_in[0].head(2 * _BLOCK)):
+    if len(files_in) == len(names) == 1 and other_files.is_archive(files_in[0].head(archives.HEAD)):
         return _unknown_file(files_in[0])
     if "saved_model.pb" in names or any(re.fullmatch(r".+\.data-\d{5}-of-\d{5}", name) for name in names):
         return ReadError(f"`{location}`: a checkpoint of TensorFlow, by its names", hint=NOT_READ, file=location)

@@ -248,7 +248,7 @@ def _copy(name: str, source: Location) -> Outgoing:
     before = files.fingerprint([source])
 
     def write(path: str) -> None:
-        locate(path).put(lambda stream: stream.writelines(source.blocks(_BLOCK)))
+        source.copy_to(locate(path))
         files.check_unchanged(before)
 
     return Outgoing(name, source.size(), write)

@@ -26,8 +26,6 @@ from ckpttool.storage.crc import crc_of
 from ckpttool.storage.stores import Location
 from ckpttool.transfer.read import are_equal
 
-_BLOCK = 1 << 20
-
 
 def is_copied(catalogue: Catalogue) -> bool:
     """Return whether a file cannot be made again from what its catalogue has."""
@@ -64,7 +62,7 @@ class FileTemplate:
     def create(self, location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
         """Create a copy of the file. Tensors that have no run of bytes of their own in it are put behind its end until
         they can be compared. Raises CorruptError for a file that runs code when loaded."""
-        location.put(lambda stream: stream.writelines(self.location.blocks(_BLOCK)))
+        self.location.copy_to(location)
         with unsafe_globals.noting_harm() as harmful, closing(self.format.open(location)) as source:
             stored = source.catalogue
         if harmful:

@@ -200,7 +200,7 @@ def _finish(
         sink.finish(share)
     for path, to in copies:
         files.make_directory(to.parent, exist_ok=True)
-        path.copy_to(to)
+        path.copy_to(to) if path.is_remote else files.copy(path, to)
 
 
 def _create_component(

@@ -8,11 +8,10 @@ from functools import partial
 
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.serialization import torch_zip
-from ckpttool.storage import files
+from ckpttool.storage import archives, files
 from ckpttool.storage.stores import Location
 from ckpttool.text import safe
 
-_TAR = 257  # where a tar archive says that it is one
 HEAD = 64  # bytes of a file that say what it is, but for a tar archive
 INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 _UNPACK = "unpack it, then name what comes out"
@@ -66,22 +65,22 @@ def is_archive(head: bytes) -> bool:
     """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
     low = head.lower()
     is_packed = any(hint in (_UNPACK, _UNZIP) and low.startswith(begins) for begins, _, hint in _OTHER_FILES)
-    return is_packed or head[_TAR : _TAR + 5] == b"ustar"
+    return is_packed or archives.is_tar(head)
 
 
 def is_archive_of_files(location: Location) -> bool:
     """Return whether a file is a tar archive, or a zip archive that is neither a package of torch nor a file of
     torch.save without its pickle."""
-    head = location.head(_TAR + 5)
+    head = location.head(archives.HEAD)
     if not head.startswith(b"PK\3\4"):
-        return head[_TAR:] == b"ustar"
+        return archives.is_tar(head)
     return [_lists(location, *records) for records in (_PACKAGE, _SAVED)] == [False, False]
 
 
 def recognised(location: Location) -> CkptError | None:
     """Return the error for a file that is something else than a checkpoint; None if that is not known."""
     head = location.head(HEAD)
-    if location.head(_TAR + 5)[_TAR:] == b"ustar":
+    if archives.is_tar(location.head(archives.HEAD)):
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
     for pattern, what in ((_ONNX, "an ONNX model"), (_MSGPACK, "a msgpack file, as Flax writes")):
         if pattern.match(head):

@@ -74,7 +74,7 @@ def is_stream(head: bytes) -> bool:
 def is_tar(head: bytes, path: Location) -> bool:
     """Return whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     try:
-        return head[257:262] == b"ustar" and _members(path).keys() >= _MEMBERS
+        return archives.is_tar(head) and _members(path).keys() >= _MEMBERS
     except CkptError:
         return False
 

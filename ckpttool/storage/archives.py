@@ -19,6 +19,8 @@ from ckpttool.errors import CorruptError, ReadError, in_one_line
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 
+HEAD = 262
+"""Bytes of a file that say whether it is a tar archive."""
 _MOST_FILES = 100_000  # and as many folders
 _MOST_READ = 64 << 20  # bytes at once, of a listing; a file with holes may say that its is of any size
 _LOCAL = struct.Struct("<4s22xHH")  # of a member of a zip: its mark, and the lengths of its name and its extra field
@@ -34,6 +36,11 @@ class ArchiveMember(NamedTuple):
     offset: int
     nbytes: int
     why: str = ""
+
+
+def is_tar(head: bytes) -> bool:
+    """Return whether a file that begins like this (`HEAD` bytes) is a tar archive."""
+    return head[HEAD - 5 : HEAD] == b"ustar"
 
 
 def members(archive: Location) -> Iterator[ArchiveMember]:

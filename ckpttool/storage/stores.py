@@ -43,7 +43,7 @@ STORES = {
     **dict.fromkeys(("s3", "gs", "az", "https", "http"), "ckpttool.remote.cloud"),
 }
 _OTHERS = "ckpttool.remote.filesystems"  # of schemes that fsspec knows
-_BLOCK = 1 << 20  # bytes of a file that is copied from a store
+_BLOCK = 1 << 20  # bytes of a file that are copied at once
 
 T = TypeVar("T")
 Write = Callable[[BinaryIO], object]  # writes a file front to back to a stream
@@ -461,11 +461,8 @@ class Location(str):
         return self._ask(self.store.digest)
 
     def copy_to(self, new: Location) -> None:
-        """Copy a file to a new file of this machine. Raises ReadError or StorageError."""
-        if self.store.is_local:
-            files.copy(self, new)
-        else:
-            new.put(lambda stream: stream.writelines(self.blocks(_BLOCK)))
+        """Write a new file with the bytes of this one. Raises ReadError or StorageError."""
+        new.put(lambda stream: stream.writelines(self.blocks(_BLOCK)))
 
     def create(self, size: int) -> None:
         """Create a file of `size` bytes, to be written in ranges. Raises StorageError."""
