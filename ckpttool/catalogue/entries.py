@@ -482,7 +482,7 @@ class File:
     but that is not there is `missing`, of size 0. A `scratch` file is room for what has to be decoded first: no part of
     the checkpoint, and perhaps not there yet. `crcs_at` says where the CRCs of its records are, if not behind each of
     them: in its header, which another tool may have kept for bytes of its own. `crc` is
-    the CRC-32 of all of it, where a manifest beside it has that."""
+    the CRC-32 of all of it, where a manifest beside it or the archive that it lies in has that."""
 
     location: Location
     name: str

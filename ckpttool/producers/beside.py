@@ -1,12 +1,12 @@
-"""What files beside weights say of them: the `config.json` of transformers, and the manifest that has the CRC-32 of
-files, so that whoever reads all of one compares it.
+"""What files beside weights say of them: the `config.json` of transformers, and the manifest, or the zip archive around
+them, that has the CRC-32 of files, so that whoever reads all of one compares it.
 
 A DCP directory has a manifest of its own (`formats.dcp.manifest`), which its index shows to be of this save, or stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,8 @@ from ckpttool.catalogue.entries import Catalogue, File
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.formats.dcp import manifest
 from ckpttool.serialization.directory import Directory
-from ckpttool.serialization.manifest import NAME, Manifest
+from ckpttool.serialization.manifest import NAME
+from ckpttool.storage.archives import ArchiveStore
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.stores import Location
 
@@ -57,29 +58,44 @@ def annotate(root: Location, catalogue: Catalogue) -> None:
     listed, notes = manifest.carried(folder, {NAME: 0} if (folder / NAME).is_file() else {})
     catalogue.warnings += notes
     if listed.crcs:
-        catalogue.faults += _compared(folder, listed, catalogue)
+        others = {i: file.location for i, file in enumerate(catalogue.files) if not file.name.endswith(_OF_DCP)}
+        own = {i: location.relative_to(folder) for i, location in others.items() if location.is_below(folder)}
+        hint = f"take it from where the checkpoint was saved, or remove `{NAME}` if it was saved again"
+        for file in _compared(catalogue, own, listed.crcs, f"`{NAME}` beside it", hint):
+            file.crcs_at = file.crcs_at or f"`{NAME}`"
 
 
-def _compared(folder: Location, listed: Manifest, catalogue: Catalogue) -> Iterator[CkptError]:
+def annotate_members(root: Location, catalogue: Catalogue) -> None:
+    """Give each file in an archive the CRC-32 that a zip archive has of it, as `annotate` does."""
+    crcs = root.store.crcs() if isinstance(root.store, ArchiveStore) else {}
+    own = {i: file.location.key for i, file in enumerate(catalogue.files) if file.location.store is root.store}
+    hint = "take the archive from where the checkpoint was saved"
+    _compared(catalogue, own, crcs, "the archive", hint)
+
+
+def _compared(
+    catalogue: Catalogue, names: Mapping[int, str], crcs: Mapping[str, int | None], place: str, hint: str
+) -> list[File]:
+    """Give files with tensors the CRC-32 that there is of their names, by number, and return them; of others, add a
+    fault if it is not theirs."""
     with_tensors = {number for tensor in catalogue.tensors for number in tensor.chunks.file}
-    for number, file in enumerate(catalogue.files):
-        location = file.location
-        if file.missing or file.scratch or file.name.endswith(_OF_DCP) or not location.is_below(folder):
-            continue
-        expected = listed.crcs.get(location.relative_to(folder))
-        if expected is None or file.crc is not None:
+    given = []
+    for number, name in names.items():
+        file, crc = catalogue.files[number], crcs.get(name)
+        if file.missing or file.scratch or crc is None or file.crc is not None:
             continue
         if number in with_tensors:
-            file.crc, file.crcs_at = expected, file.crcs_at or f"`{NAME}`"
-        elif (found := crc_of(location.fill, 0, file.size)) != expected:
-            yield _fault(file, found, expected)
+            file.crc = crc
+            given.append(file)
+        elif (found := crc_of(file.location.fill, 0, file.size)) != crc:
+            catalogue.faults.append(_fault(file, found, crc, place, hint))
+    return given
 
 
-def _fault(file: File, found: int, expected: int) -> CorruptError:
+def _fault(file: File, found: int, expected: int, place: str, hint: str) -> CorruptError:
     return CorruptError(
-        f"`{file.name}` has CRC-32 {found:08x}, but {expected:08x} in `{NAME}` beside it: it is of another save, or "
-        "was changed",
-        hint=f"take it from where the checkpoint was saved, or remove `{NAME}` if it was saved again",
+        f"`{file.name}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, or was changed",
+        hint=hint,
         file=file.name,
         found=f"{found:08x}",
         expected=f"{expected:08x}",

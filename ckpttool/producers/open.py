@@ -120,6 +120,7 @@ def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     root = archives.inside(location)
     try:
         source = open_at(root, options)
+        beside.annotate_members(root, source.catalogue)
     except BaseException:
         root.store.close()
         raise

@@ -30,12 +30,13 @@ _UNPACK = "unpack the archive, and name the directory that it is unpacked to"
 
 class ArchiveMember(NamedTuple):
     """A file in an archive, and where its bytes begin: `ArchiveMember("model.pt", 1536, 4096)`. If its bytes are not
-    there as they are, `why` says so."""
+    there as they are, `why` says so. A zip archive has the CRC-32 of each."""
 
     name: str
     offset: int
     nbytes: int
     why: str = ""
+    crc: int | None = None
 
 
 def is_tar(head: bytes) -> bool:
@@ -124,6 +125,10 @@ class ArchiveStore(Store):
         self._pool.read_into(self._archive, member.offset + offset, buffer[:nbytes])
         return nbytes
 
+    def crcs(self) -> dict[str, int]:
+        """Return the CRC-32 of each file that the archive has one of, by its name."""
+        return {name: member.crc for name, member in self._members.items() if member.crc is not None}
+
     def close(self) -> None:
         self._pool.close()
 
@@ -180,4 +185,4 @@ def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
             is_stored = member.compress_type == zipfile.ZIP_STORED
             why = "encrypted" if member.flag_bits & _ENCRYPTED else "" if is_stored else "compressed"
             begin = member.header_offset + _LOCAL.size + name_length + extra_length
-            yield ArchiveMember(member.filename, begin, member.file_size, why)
+            yield ArchiveMember(member.filename, begin, member.file_size, why, member.CRC)

@@ -1,4 +1,4 @@
-"""Compares whole files with the CRC-32 in a manifest beside them, at no second pass over the data.
+"""Compares whole files with the CRC-32 in a manifest beside them or in the archive around them, at no second pass.
 
 A data file of another save has records with checksums of their own, which are right: only that of the file tells. It is
 put together from those of the records, which were compared as they were read, and from the bytes between them.
@@ -16,6 +16,7 @@ from math import prod
 from ckpttool.catalogue.entries import Catalogue, Record, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
+from ckpttool.storage.archives import ArchiveStore
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import is_away
@@ -111,9 +112,10 @@ class WholeFiles:
                 file.location.store.expect(file.location.key, [gap for gap in gaps if gap[0] < gap[1]])
         found = pieces.crc(whole, lambda offset, nbytes: crc_of(file.location, offset, nbytes))
         if found != expected:
+            place = "the archive" if isinstance(file.location.store, ArchiveStore) else "the manifest beside it"
             raise CorruptError(
-                f"`{file.location}` has CRC-32 {found:08x}, but {expected:08x} in the manifest beside it: it is of "
-                "another save, or was changed",
+                f"`{file.location}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, "
+                "or was changed",
                 hint="`ckpttool verify` says what is wrong; take the file from where the checkpoint was saved",
                 file=file.location,
                 found=f"{found:08x}",

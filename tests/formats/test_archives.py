@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import tarfile
 import zipfile
@@ -113,6 +114,27 @@ def test_the_manifest_in_an_archive_is_compared(tmp_path: Path) -> None:
     data = (tmp_path / "a.tar").read_bytes()
     (tmp_path / "a.tar").write_bytes(data.replace(b'"sha256"', b'"sha255"'))
     assert ckpttool.verify(tmp_path / "a.tar").exit_code != 0
+
+
+@pytest.mark.parametrize("name", AGENT)
+def test_the_checksums_of_a_zip_archive_are_compared(name: str, tmp_path: Path) -> None:
+    write_agent(tmp_path / "agent")
+    path = pack(tmp_path / "agent", tmp_path / "agent.zip")
+    data = bytearray(path.read_bytes())
+    with closing(archives.ArchiveStore(local_path(str(path)))) as store:
+        assert ckpttool.verify(path).whole
+        members = {member.name: member for member in archives.members(local_path(str(path)))}
+        assert store.crcs() == {info.filename: info.CRC for info in zipfile.ZipFile(path).infolist()}
+    member = members[name]
+    for at in range(member.nbytes - 1, 0, -member.nbytes // 3 or -1):
+        data[member.offset + at] ^= 1
+        path.write_bytes(data)
+        data[member.offset + at] ^= 1
+        report = ckpttool.verify(path)
+        assert report.exit_code != 0 and name in str(report.findings), at
+        if name.endswith(".pth"):
+            with pytest.raises(CkptError, match=re.escape(name)):
+                ckpttool.convert(path, tmp_path / f"{at}.pt")
 
 
 def test_archives_in_a_directory(tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.operations.verify.report import Report, Verification
 from ckpttool.serialization.torch_zip import open_archive
 from ckpttool.storage import stores
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.archives import ArchiveStore
+from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.files import Pool, ThreadBuffer
+from ckpttool.storage.stores import Location
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
 from ckpttool.transfer.execute import digested
 from ckpttool.transfer.plan import in_file_order, pairs
@@ -60,6 +62,20 @@ def check(run: Verification) -> Iterator[Finding]:
         on_threads(reading.tasks(), reading.do, run.threads, reading.work)
     reading.finish()
     yield from reading.findings
+    yield from _of_members(run.catalogue)
+
+
+def _of_members(catalogue: Catalogue) -> Iterator[Finding]:
+    """Compare each file in zip archives, also those without state, with the CRC-32 that the archive has of it."""
+    found = {fault.facts.get("file") for fault in catalogue.faults}
+    stores_of = {id(store): store for file in catalogue.files if isinstance(store := file.location.store, ArchiveStore)}
+    for archive in stores_of.values():
+        for name, expected in archive.crcs().items():
+            location = Location(f"{archive.root}/{name}", archive)
+            crc = crc_of(location.fill, 0, location.size())
+            if crc != expected and name not in found:
+                text = f"`{name}` has CRC-32 {crc:08x}, but {expected:08x} in the archive"
+                yield Finding(DAMAGE, "checksum", f"{text}: it was changed after it was written", name)
 
 
 class _Reading:
