@@ -47,7 +47,9 @@ _GAP = 2
 _MIN_WIDTH = 20  # columns of a clipped text, before others become narrower
 _FULL = 0.6  # of a line, at least, that a broken name fills
 _WAYS = 4  # of a finding, unless -v
-_SPACE = "\0"  # for a leading space, which tabulate would remove; `safe` escapes it in the text itself
+# For a leading space, which tabulate would remove; `safe` escapes it in the text itself. For private use, as tabulate
+# counts a control character as nothing where wcwidth is installed.
+_SPACE = "\ue000"
 # What a line does not end within: a shape, and a number behind its noun.
 _TOGETHER = re.compile(r"\[[^\[\]]{,40}\]|\b(step|rank|ranks|dimension) (?=\d)|\bShard\(-?\d+\) (?=x\d)")
 

@@ -12,9 +12,12 @@ import struct
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tabulate
 import torch
+from rich.cells import cell_len
 from support.cli import FULL, environment, run, spawn
 from support.paths import CHECKPOINTS
 from support.upstream_samples import path_of
@@ -43,6 +46,16 @@ class Screen(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def test_a_table_in_a_pipe_is_the_same_where_wcwidth_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with IPython: tabulate then counts the columns of a character, and a control character has none."""
+    plain = run("inspect", FULL).stdout
+    monkeypatch.setattr(tabulate, "wcwidth", SimpleNamespace(wcswidth=cell_len))
+    monkeypatch.setattr(tabulate, "WIDE_CHARS_MODE", True)
+    assert run("inspect", FULL).stdout == plain
+    monkeypatch.setattr(tabulate, "wcwidth", None)
+    assert run("inspect", FULL).stdout == plain
 
 
 # Colours -------------------------------------------------------------------------------------------------------------
