@@ -14,6 +14,7 @@ from typing import ClassVar
 from ckpttool.analysis.describe.hyperparameters import tables
 from ckpttool.analysis.result import Result
 from ckpttool.analysis.statistics.findings import Outlier
+from ckpttool.analysis.statistics.results import Stats
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.operations.inspect import inspect
@@ -21,7 +22,7 @@ from ckpttool.operations.stats import stats
 from ckpttool.reports import description, page_file
 from ckpttool.reports.page import Book, Section, render, sections
 from ckpttool.reports.report import Block, Facts, Findings, Line, Text, bold
-from ckpttool.storage.stores import local_path, path_text
+from ckpttool.storage.stores import local_path, locate, path_text
 from ckpttool.text import plural, size
 from ckpttool.transfer.threads import Progress
 
@@ -136,15 +137,30 @@ def report(
         catalogue = inspect(found.steps[-1].path if found.steps else path, shapes=shapes)
         values += [_hyperparameters(catalogue) for _ in found.steps[-1:]]
         title = found.headline or path
-        book = Book("report", path, title, found, catalogue, hyperparameters=values)
+        book = Book("report", path, title, found, catalogue, hyperparameters=values, call=_call(path, steps))
         book.sections = [
             Section("Findings", found.findings, good=_GOOD),
-            *sections(description.on_page(catalogue, None, ("read", f"{found.numel:,} elements"))),
+            *sections(description.on_page(catalogue, None, ("read", f"{found.numel:,} elements"), run=_newest(found))),
         ]
         content = render(book).encode()
         stage.path.put(content)
     seconds = time.monotonic() - began
     return HtmlReport(path, output, found.headline, len(content), [*book.pages], found.findings, found.notes, seconds)
+
+
+def _call(path: str, steps: str | Sequence[int | str] | None) -> str:
+    """Return the command line of a report on these steps."""
+    several = [steps] if isinstance(steps, str | int) else steps or ()
+    return " ".join(["ckpttool report", path, *(["--steps", ",".join(map(str, several))] if several else [])])
+
+
+def _newest(found: Stats) -> list[tuple[str, str]]:
+    """Return the fact that says which of the steps all pages but that of the steps are about."""
+    if not found.steps:
+        return []
+    name, number = f"`{locate(found.steps[-1].path).name}`", len(found.steps)
+    others = f", the newest of {plural(number, 'step')}; the page Steps compares all" if number > 1 else ""
+    return [("run", name + others)]
 
 
 def _hyperparameters(catalogue: Catalogue) -> dict[str, str]:

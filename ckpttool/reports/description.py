@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpttool.analysis.describe import sharding
@@ -61,7 +61,7 @@ def blocks(
     summary = summarise(catalogue, depth=depth, limit=_LONG if verbose else limit)
     run = catalogue.facts.get("run", ())
     yield Line([bold(next((one["path"] for one in run if one["taken"]), path))], is_apart=bool(run))
-    if text := str(summary.headline):
+    if text := str(summary.headline) or _without_tensors(catalogue):
         yield Text(text)
     if summary.holds and (len(catalogue.facts.get("mounted", ())) > 1 or len(summary.trees) > 1):
         yield Text(summary.holds)
@@ -71,14 +71,29 @@ def blocks(
     yield Findings("warnings", summary.warnings, None, "")
 
 
+def _without_tensors(catalogue: Catalogue) -> str:
+    """Return what to say first of a checkpoint without tensors; nothing of one that has some, or may have."""
+    if any(catalogue.tensors) or catalogue.faults or catalogue.facts.get("recognised"):
+        return ""
+    number = sum(1 for _ in catalogue.objects)
+    return f"no tensors, {plural(number, 'object')}" if number else "empty: no tensors and no objects"
+
+
 def on_page(
-    catalogue: Catalogue, source: Source | None = None, *more: tuple[str, str], title: str = "Checkpoint"
+    catalogue: Catalogue,
+    source: Source | None = None,
+    *more: tuple[str, str],
+    title: str = "Checkpoint",
+    run: Iterable[tuple[str, str]] = (),
+    without: Collection[str] = (),
 ) -> Iterator[Block]:
     """Yield what the page of a command says of a checkpoint: warnings, facts and `more` of them under a title, parts,
-    ranks and files. `source` is None of a catalogue that `inspect` returned."""
+    ranks and files. `source` is None of a catalogue that `inspect` returned; `run` says which checkpoint of a run this
+    is if the catalogue does not, and warnings of the kinds `without` are left out."""
     headline, parts = head(catalogue, source)
-    yield Findings("warnings", [warning for warning in catalogue.warnings if warning.gravity != DAMAGE], None)
-    yield Facts([*chosen(catalogue), *_facts(catalogue, headline.step, headline.epoch), *more], title)
+    warnings = [one for one in catalogue.warnings if one.gravity != DAMAGE and one.kind not in without]
+    yield Findings("warnings", warnings, None)
+    yield Facts([*chosen(catalogue), *run, *_facts(catalogue, headline.step, headline.epoch), *more], title)
     yield _parts(parts, exact=True)
     for part, lines in summarise(catalogue).trees:
         yield from _tree(part, lines, f"modules of {part}")

@@ -191,3 +191,12 @@ def test_the_head_says_where_a_page_comes_from(command: str, tmp_path: Path) -> 
     assert re.search(r"safetensors, transformers Trainer, [\d.]+ kB", head)
     assert '<span style="padding-left: 2ch">embed_tokens.weight</span>' in page.read_text()
     assert r"\u2003" not in page.read_text()
+
+
+def test_a_missing_file_is_said_once(tmp_path: Path) -> None:
+    """As damage, and not again as a warning of the reader."""
+    shutil.copytree(DCP, tmp_path / "damaged")
+    (tmp_path / "damaged/__2_0.distcp").unlink()
+    assert run("verify", str(tmp_path / "damaged"), "--html", str(tmp_path / "x.html")).exit_code == 4
+    said = re.findall(r"<code>__2_0.distcp</code> is missing", (tmp_path / "x.html").read_text())
+    assert len(said) == 1

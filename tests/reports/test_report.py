@@ -139,7 +139,12 @@ def test_steps_of_a_run_are_arguments(tmp_path: Path, written: Path) -> None:
         assert run("report", path, *words, "-o", out, "--overwrite", "--quiet").exit_code == 0
         drawn = data_of(Path(out).read_text())["steps"]
         assert (drawn and drawn["steps"]) == expected, words
+    ckpttool.report(path, out, steps=2, overwrite=True)
+    assert "<dt>run</dt><dd><code>step-2</code></dd>" in Path(out).read_text()
     ckpttool.report(path, out, steps=[2, 1], overwrite=True)
+    drawn = Path(out).read_text()
+    assert f"ckpttool report {path} --steps 2,1" in drawn
+    assert "<dt>run</dt><dd><code>step-2</code>, the newest of 2 steps; the page Steps compares all</dd>" in drawn
     assert data_of(Path(out).read_text())["steps"]["steps"] == [1, 2]
     for words, message in (
         (("3",), "has no complete checkpoint of step 3\nhint: the complete ones are 1, 2"),

@@ -27,7 +27,7 @@ from ckpttool.operations.verify import (
     unopened,
     values,
 )
-from ckpttool.operations.verify.report import Report, Verification
+from ckpttool.operations.verify.report import FOUND_HERE, Report, Verification
 from ckpttool.operations.verify.report import page as drawn
 from ckpttool.producers import open
 from ckpttool.producers.foreign.recognition import UnsupportedError
@@ -200,11 +200,6 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     return Verification(source, root, report, threads, progress)
 
 
-# Warnings of the readers for which there are findings, file by file.
-_FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "missing-scale", "no-checksum")
-_FOUND_HERE += ("unreadable-manifest", "rank-part", "stale-file", "stale-index")
-
-
 def _warnings(run: Verification) -> Iterator[Finding]:
     """Yield which checkpoint of a run this is, and the warnings of the readers. A name that runs code where it is
     loaded is damage: no writer of checkpoints leaves one, and no operation passes it on."""
@@ -217,7 +212,7 @@ def _warnings(run: Verification) -> Iterator[Finding]:
             continue
         if warning.kind == "unsafe-global":
             yield Finding(DAMAGE, "harmful", warning.text)
-        elif warning.kind not in _FOUND_HERE and warning.names != (NAME,):
+        elif warning.kind not in FOUND_HERE and warning.names != (NAME,):
             yield Finding(NOTE, "remark", warning.text)
 
 

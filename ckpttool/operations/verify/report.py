@@ -193,6 +193,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str | None]]:
     yield "time", with_rate(report.seconds, report.read_bytes)
 
 
+# Warnings of the readers for which there are findings, file by file.
+FOUND_HERE: tuple[str, ...] = ("empty-file", "missing-file", "missing-index", "missing-scale", "no-checksum")
+FOUND_HERE += ("unreadable-manifest", "rank-part", "stale-file", "stale-index")
+
+
 def page(report: Report, catalogue: Catalogue) -> str:
     """Return the page of a verification."""
     from ckpttool.reports.description import on_page
@@ -201,5 +206,5 @@ def page(report: Report, catalogue: Catalogue) -> str:
     book = Book.of_catalogue("verify", report.path, catalogue)
     book.stats.findings = report.findings
     book.verdict, book.is_good = report.message, not report.exit_code
-    book.sections = [*sections([*blocks(report), *on_page(catalogue)])]
+    book.sections = [*sections([*blocks(report), *on_page(catalogue, without=FOUND_HERE)])]
     return render(book)
