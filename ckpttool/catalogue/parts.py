@@ -372,9 +372,22 @@ def matcher(
             labels = [p.kind if not p.root else dotted(p.root) for p in present]
             known = list(dict.fromkeys([*labels, *(p.kind for p in present)]))
             hint = f"the parts are {', '.join(f'`{n}`' for n in labels)}"
-            raise UsageError(f"there is no part `{name}`", hint=meant(name, known, hint))
+            raise UsageError(
+                f"there is no part `{name}`", hint=_part_meant(name, known, catalogue) or meant(name, known, hint)
+            )
         chosen.update(matches)
     return chosen.__contains__
+
+
+def _part_meant(name: str, known: Sequence[str], catalogue: Catalogue) -> str | None:
+    """Return the hint for several parts in one word, and for a name below a part; None for anything else."""
+    several = [one.strip() for one in name.split(",")]
+    if len(several) > 1 and {*several} <= {*known}:
+        return f"one at a time: repeat the option, as in `--only {several[0]} --only {several[1]}`"
+    pattern = f"{name.rstrip('.*')}.*"
+    if any(entry.name.startswith(pattern[:-1]) for entry in catalogue.entries.values()):
+        return f"a name inside a part is for `--tensors '{pattern}'` and `--exclude '{pattern}'`"
+    return None
 
 
 # Values of one rank ---------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ ShardOfBatch = Annotated[Text, option("--shard I/N", EXECUTION,
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
     "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
 KeepLast = Annotated[Number, option("--keep-last N", SELECTION,
-    "Keep the N newest complete checkpoints as they are. Default: 1.", least=1)]
+    "Keep the N newest complete checkpoints as they are. Default with --keep-every: 1.", least=1)]
 KeepEvery = Annotated[Number, option("--keep-every M", SELECTION, "Keep steps that are multiples of M.", least=1)]
 DropPart = Annotated[Drop, Reworded(
     "Remove this part from the checkpoints that --keep-every keeps; without --keep-every, from all others. "

@@ -190,9 +190,17 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
 
 def _pattern_meant(words: list[str]) -> str:
     """Return what to say of words that a shell seems to have made of a pattern."""
-    if len([word for word in words if os.path.lexists(word)]) < 2:
+    there = [word for word in words if os.path.lexists(word)]
+    if len(there) < 2:
         return ""
-    return "; was it a pattern? In quotes, `'*.pt'`, it is the files of one step; or name the directory"
+    folder = os.path.dirname(there[0])
+    if folder and all(os.path.isdir(word) and os.path.dirname(word) == folder for word in there):
+        return f"; was it a pattern? Name one of them, or `{folder}` for the newest in it"
+    folders, suffixes = {os.path.dirname(word) for word in there}, {os.path.splitext(word)[1] for word in there}
+    pattern = os.path.join(*folders, f"*{suffixes.pop()}") if len(folders) == len(suffixes) == 1 else "*.pt"
+    folder = next(iter(folders)) if len(folders) == 1 and folders != {""} else ""
+    directory = f"name the directory, `{folder}`" if folder else "name the directory"
+    return f"; was it a pattern? In quotes, `'{pattern}'`, it is the files of one step; or {directory}"
 
 
 def _formats() -> Sequence[str]:

@@ -59,7 +59,7 @@ def named(name: str) -> Format:
     for row in CHECKPOINTS:
         if name in (row.name, row.target):
             return row
-    names = [row.target for row in CHECKPOINTS]
+    names = [row.target for row in CHECKPOINTS if row.create]
     if name.lower() in OF_TRANSFORMERS:
         raise UsageError(
             f"there is no format `{name}`", hint="`ckpttool export` writes a model for transformers and vLLM"
@@ -90,13 +90,14 @@ def writable(name: str | None, dst: str) -> Format:
     if row is None:
         hint = f"pass {options(CHECKPOINTS, ', ')}"
         if suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
-            stem = dst.removesuffix(suffix)
+            stem = dst.removesuffix(suffix).removesuffix(".index").removesuffix(".safetensors")
             hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"
         elif (typed := _SUFFIX.search(dst)) and (near := near_names(typed[0], _SUFFIXES, 1)):
             hint = f"did you mean `{dst.removesuffix(typed[0])}{near[0]}`? Else {hint}"
         raise UsageError(f"cannot infer the output format from `{dst}`", hint=hint)
     if row.create is None:
-        raise UsageError(f"{row.name} can be read but not written")
+        hint = f"`--producer {row.name}` writes the directory that it resumes from"
+        raise UsageError(f"`--to {row.target}`: this format is read, and not written by `--to`", hint=hint)
     return row
 
 

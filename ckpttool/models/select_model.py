@@ -71,10 +71,10 @@ def tree_of(source: Catalogue, name: str, notes: list[str], *, strict: bool) -> 
     ]
     if len(of_name) != 1:
         listed = [f"`{tree}` ({len(names):,} of {len(own):,} tensors)" for tree, names in trees.items()]
-        known_trees = "; ".join(listed) or "none"
+        known_trees = f"; there are: {'; '.join(listed)}" if listed else ", and no other tree has them"
         what = f"no tree `{name}` with the names of the model" if not of_name else f"`{name}` is {len(of_name)} trees"
         hint = f"pass one of their full names: `--take {(of_name or [*trees])[0]}`" if trees else None
-        raise UsageError(f"`--take {name}`: {what}; there are: {known_trees}", hint=hint, found=[*trees])
+        raise UsageError(f"`--take {name}`: {what}{known_trees}", hint=hint, found=[*trees])
     tree = trees[of_name[0]]
     missing = [one for one in own if one not in tree]
     if missing:

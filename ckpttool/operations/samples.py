@@ -9,7 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckpttool.analysis.result import Result
-from ckpttool.errors import ReadError
+from ckpttool.errors import OverwriteError, ReadError
 from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.storage.stores import Location, Outgoing, destination, locate
 from ckpttool.text import plural, size
@@ -77,8 +77,10 @@ def blocks(result: Samples, verbose: bool = False) -> Iterator[Block]:
 def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Samples:
     """Write sample checkpoints and scripts into a new directory.
 
-    Raises OverwriteError if `directory` exists and is not to be replaced, StorageError if it cannot be written.
+    Raises OverwriteError if `directory` exists and is not to be replaced, or holds something else than samples,
+    StorageError if it cannot be written.
     """
+    _check_is_samples(destination(str(directory)))
     outgoing, written = [], []
     for name, below in {**NAMES, **{name: name for name in SCRIPTS}}.items():
         source = _root() / below
@@ -87,6 +89,17 @@ def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Sa
         outgoing += [Outgoing(target, file.size(), partial(_copy, file)) for target, file in files.items()]
     destination(str(directory)).publish(outgoing, overwrite=overwrite)
     return Samples(str(directory), written)
+
+
+def _check_is_samples(place: Location) -> None:
+    """Raise OverwriteError for what is no directory of samples: `--overwrite` would remove a run of the user's."""
+    if place.is_remote or not (place.exists() or place.is_link()):
+        return
+    known = {name.partition("/")[0] for name in (*NAMES, *SCRIPTS)}
+    names = set(place.names()) if place.is_dir() else {place.name}
+    if names and 2 * len(names & known) < len(known):
+        text = f"`{place}` exists and has no samples in it"
+        raise OverwriteError(text, hint="name a new directory", file=place)
 
 
 def _root() -> Location:

@@ -131,6 +131,9 @@ def show(path: str | os.PathLike[str], tensor: str, elements: str | None = None,
         entry = entries[name]
         with naming(path):
             if isinstance(entry, Object):
+                if written is not None:
+                    text = f"`{name}` is no tensor and has no elements `{written}`"
+                    raise UsageError(text, hint=f"`ckpttool show {quote(path)} {quote(name)}` shows its value")
                 shown = _object(entry, source)
             else:
                 validate(replace(source.catalogue, entries={entry.path: entry}))

@@ -18,6 +18,9 @@ _UNPACK = "unpack it, then name what comes out"
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
 _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file of PyTorch in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
+_JSON = "a JSON document"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+_ABOUT_A_MODEL = re.compile(r".*(config|tokenizer|vocab|map|index|trainer_state|params).*\.json")
 NOT_READ = "it is no PyTorch checkpoint, and is not read"
 
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
@@ -35,7 +38,7 @@ _OTHER_FILES = (
     (b"<!doctype html", "a web page", _PAGE),
     (b"<html", "a web page", _PAGE),
     (b"<?xml", "an XML document", _PAGE),
-    (b"{", "a JSON document", _PAGE),
+    (b"{", _JSON, _PAGE),
     (b"\x1f\x8b", "compressed with gzip", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", _UNPACK),
     (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
@@ -97,7 +100,22 @@ def recognised(location: Location) -> CkptError | None:
             if hint == _UNZIP:  # the name of its first file says what it is
                 name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
                 what += f" (`{safe(name)}`, ...)"
+            if what == _JSON and (named := _is_of(location)):
+                hint = named
             return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
+    return None
+
+
+def _is_of(location: Location) -> str | None:
+    """Return the hint for a JSON file beside the weights that it is about; None for any other."""
+    if location.suffix != ".json":
+        return None
+    folder = location.parent
+    with suppress(CkptError):
+        if any(name.endswith(_WEIGHTS) for name in folder.names()):
+            return f"it lies beside the weights: name the directory, `{folder or '.'}`"
+    if _ABOUT_A_MODEL.fullmatch(location.name):
+        return "it has no weights: name the checkpoint, a file or a directory"
     return None
 
 

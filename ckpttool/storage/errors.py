@@ -15,7 +15,8 @@ from ckpttool.text import near_names
 
 FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
-_HUB = re.compile(r"hf:/{0,3}([^/].*)", re.IGNORECASE)
+_HUB = re.compile(r"hf(?::/{0,3}|//)([^/].*)", re.IGNORECASE)
+_BUCKET = re.compile(r"(s3|gs|az|gcs|abfss?|r2):/([^/].*)", re.IGNORECASE)  # with one slash
 _HUB_PAGE = re.compile(
     r"(?:https?://|git@)?(?:www\.)?(?:huggingface\.co|hf\.co)[/:](?:models/)?([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve|tree|raw)/([^/?#]+)(/[^?#]+)?|/[^?#]*)?(?:[?#].*)?",
@@ -28,6 +29,7 @@ _BUCKET_PAGE = re.compile(
 _NEWEST = ("latest", "last", "newest", "final", "latest.pt", "last.pt")
 _DRIVE = re.compile(r"([A-Za-z]):[\\/](.*)")  # of Windows
 _TEXTS = re.compile(r"\.(txt|md|rst|log|csv|tsv|html|py|sh|png|jpg|pdf|svg|out|err)$")  # which are not meant
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # of a shell
 _MAX_NAMES = 2000  # names of a directory that are compared with one that is not there
 _SHORT = 3  # a shorter name is like too many
 
@@ -50,11 +52,13 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
 
 
 def not_expanded(path: str) -> str | None:
-    """Return the hint for a path with a `~` that no shell has expanded; None if there is such a directory."""
-    expanded = os.path.expanduser(path)
+    """Return the hint for a path with a `~` or a variable that no shell has expanded; None if there is such a
+    directory."""
+    expanded = os.path.expanduser(os.path.expandvars(path))
     if expanded == path or os.path.lexists(path.partition("/")[0]):
         return None
-    return f"no shell has expanded the `~`: write `{expanded}`"
+    what = _VARIABLE.search(path) or ["~"]
+    return f"no shell has expanded the `{what[0]}`: write `{expanded}`"
 
 
 def of_windows(path: str) -> str | None:
@@ -90,13 +94,15 @@ def _meant(path: str) -> str | None:
         return hint
     if remote := _HUB.fullmatch(path):
         return f"write `hf://{remote[1]}`"
+    if bucket := _BUCKET.fullmatch(path):
+        return f"write `{bucket[1].lower()}://{bucket[2]}`"
     if os.path.exists(slashed := path.replace("\\", "/")) and slashed != path:
         return f"did you mean `{slashed}`?"
     if hint := of_windows(path):
         return hint
     if os.path.basename(path) in _NEWEST and os.path.isdir(above := os.path.dirname(path)):
         return f"`{above}` alone stands for the newest checkpoint in it"
-    near = [f"`{one}`" for one in _near(path)]
+    near = [f"`{one}`" for one in _near(path) or _below(path)]
     if address := hub_address(path):
         if not near:
             return f"if it is a repository of the Hub, write `{address}`"
@@ -117,6 +123,20 @@ def _near(path: str) -> list[str]:
         near = [Path(*parts[:known], name, *parts[known + 1 :]) for name in near_names(parts[known], sorted(names))]
         return [str(one) for one in near if one.exists()]
     return []
+
+
+def _below(path: str) -> list[str]:
+    """Return the end of a relative path that is there: of who is in a directory and types its name, too."""
+    parts = Path(path).parts
+    ends = [os.path.join(*parts[n:]) for n in range(1, len(parts))] if not os.path.isabs(path) else []
+    # The last part alone may be another one: there is a `step-1000` in each run.
+    return [end for end in ends if os.path.exists(end) and (len(Path(end).parts) > 1 or parts[0] == _here())][:1]
+
+
+def _here() -> str:
+    with suppress(OSError):
+        return os.path.basename(os.getcwd())
+    return ""
 
 
 def _file_above(path: str) -> str | None:

@@ -85,12 +85,28 @@ MISTAKES = {
     "inspect full.pt --html page.json": "hint: name it `page.html`",
     "export full.pt o --assets Qwen/Qwen3-0.6B": "or on the Hub `hf://Qwen/Qwen3-0.6B`",
     "inspect runs/latest": "hint: `runs` alone stands for the newest checkpoint in it",
+    "inspect elsewhere/runs/step-2": "hint: did you mean `runs/step-2`?",
+    "inspect $RUNS/run7": "hint: no shell has expanded the `$RUNS`: write `/data/run7`",
+    "inspect ${RUNS}/run7": "hint: no shell has expanded the `${RUNS}`: write `/data/run7`",
+    "inspect hf//org/name": "hint: write `hf://org/name`",
+    "inspect s3:/bucket/run": "hint: write `s3://bucket/run`",
+    "convert runs/step-2 runs/step-2": "error: `runs/step-2` is the source, or is inside it",
+    "convert full.pt o.safetensors.index.json": "name it `o.pt` or `o.safetensors`",
+    "samples full.pt": "error: `full.pt` exists and has no samples in it",
+    "samples full.pt --overwrite": "hint: name a new directory",
+    "samples runs --overwrite": "hint: name a new directory",
     "inspect huggingface.co/org/name": "hint: write `hf://org/name`",
     "inspect git@hf.co:org/name.git": "hint: write `hf://org/name`",
     "inspect https://huggingface.co/org/name/blob/main/a.safetensors": "hint: write `hf://org/name@main/a.safetensors`",
     "inspect https://huggingface.co/org/name/tree/v2?x=1": "hint: write `hf://org/name@v2`",
     # Values.
     "convert full.pt o.pt --max-memory 2": "hint: write a unit and leave room for buffers: `--max-memory 2GB`",
+    "convert full.pt o.pt --only model,optim": "hint: one at a time: repeat the option, as in `--only model ",
+    "convert full.pt o.pt --only model.layers": "hint: a name inside a part is for `--tensors 'model.layers.*'`",
+    "convert full.pt o --to deepspeed": "hint: `--producer deepspeed` writes the directory that it resumes from",
+    "convert full.pt o --to tensorflow": "hint: the formats are `dcp`, `safetensors`, `fsdp1`, `torch`",
+    "export full.pt o --take ema": "no tree `ema` with the names of the model, and no other tree has them",
+    "show full.pt step [0]": "hint: `ckpttool show full.pt step` shows its value",
     "inspect full.pt --dtype F32": "hint: did you mean `fp32`, `float32`?",
     "inspect full.pt --where dtype=float32": "hint: compare columns by `==`,",
     "stats full.pt --tensors model.nrom*": "error: no tensor matches `model.nrom*`",
@@ -101,6 +117,7 @@ MISTAKES = {
 def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("RUNS", "/data")
     shutil.copy(CHECKPOINTS / "torch/full/ckpt.pt", "full.pt")
     with tarfile.open("step.tar", "w") as archive:
         archive.add("full.pt")
@@ -141,6 +158,31 @@ def test_what_is_no_checkpoint(what: str, tmp_path: Path, monkeypatch: pytest.Mo
         Path(name).write_bytes(content)
     done = run("inspect", next(iter(files)).partition("/")[0])
     assert done.exit_code == 3 and said in done.stderr, done.stderr
+
+
+def test_a_config_in_place_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the weights it is about them; by itself it is no download that was refused."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINTS / "hf/llama/ckpt", "llama")
+    assert "hint: it lies beside the weights: name the directory, `llama`" in run("inspect", "llama/config.json").stderr
+    os.remove("llama/model.safetensors")
+    assert "hint: it has no weights: name the checkpoint" in run("inspect", "llama/config.json").stderr
+
+
+def test_a_pattern_that_the_shell_has_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hint says is the pattern that was typed, and reads the files of all ranks."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINTS / "rank/fsdp1_w4/ckpt", "rank")
+    words = sorted(str(path) for path in Path("rank").glob("*.pt"))
+    said = run("convert", *words, "o.pt").stderr
+    assert "In quotes, `'rank/*.pt'`" in said and "name the directory, `rank`" in said
+    assert run("convert", "rank/*.pt", "o.pt").exit_code == 0
+
+
+def test_a_file_without_tensors_says_so_first(tmp_path: Path) -> None:
+    for state, says in (({}, "  empty: no tensors and no objects"), ({"step": "x"}, "  no tensors, 1 object")):
+        torch.save(state, tmp_path / "a.pt")
+        assert run("inspect", str(tmp_path / "a.pt")).stdout.splitlines()[1] == says
 
 
 def test_a_link_upwards_is_not_looked_into(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_too_many_arguments(there: Path) -> None:
     assert run("verify", "run7/step-500", "run7/step-1000").stderr == (
         "error: too many arguments: `run7/step-1000`\n"
         "hint: `ckpttool verify PATH` is all; `ckpttool verify --help` shows what it takes; was it a pattern? "
-        "In quotes, `'*.pt'`, it is the files of one step; or name the directory\n"
+        "Name one of them, or `run7` for the newest in it\n"
     )
     assert "pattern" not in run("verify", "run7/step-500", "nothing").stderr
 
