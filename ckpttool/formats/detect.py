@@ -52,6 +52,9 @@ def _unknown_file(location: Location) -> CkptError:
         return error
     head = location.head(HEAD)
     line = _as_text(head)
+    if line and len(head) < HEAD and line != "." and (location.parent / line).exists():
+        text = f"`{location}`: a text that names `{line}`"
+        return ReadError(text, hint=f"name that: `{location.parent / line}`", file=location)
     shown = f"a text that begins `{cut(line, 40)}`"
     shown = shown if line else f"{size(location.size())} that begin with {head[:8].hex(' ')}"
     return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)

@@ -120,9 +120,17 @@ def _columns(inf: int) -> Iterator[Column]:
 def _figures(row: TensorStatistics | GroupStatistics) -> Iterator[TextLike]:
     values, statistics = row.values(), row.statistics
     yield from (number(values[name]) for name in _FIGURES)
-    yield "" if not statistics.zeros else f"{100 * statistics.zeros / statistics.numel:.2g}%"
+    yield _share(statistics.zeros, statistics.numel)
     yield Styled(count(statistics.nans), "red") if statistics.nans else ""
     yield Styled(count(statistics.infs), "red") if statistics.infs else ""
+
+
+def _share(some: int, every: int) -> str:
+    """Return a share in percent, nothing for none; only all are 100%."""
+    percent = 100 * some / max(every, 1)
+    if percent < 99.5:
+        return f"{percent:.2g}%" if some else ""
+    return "100%" if some == every else ">99%"
 
 
 def rows(tensors: Iterable[TensorStatistics]) -> tuple[list[Column], Iterator[list[object]]]:

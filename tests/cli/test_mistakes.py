@@ -169,6 +169,15 @@ def test_a_config_in_place_of_the_directory(tmp_path: Path, monkeypatch: pytest.
     assert "hint: it has no weights: name the checkpoint" in run("inspect", "llama/config.json").stderr
 
 
+def test_the_file_that_names_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CHECKPOINTS / "other/deepspeed_zero3_w2", "run")
+    newest = Path("run/latest").read_text().strip()
+    done = run("inspect", "run/latest")
+    assert done.stderr == f"error: `run/latest`: a text that names `{newest}`\nhint: name that: `run/{newest}`\n"
+    assert run("inspect", f"run/{newest}").exit_code == 0
+
+
 def test_a_pattern_that_the_shell_has_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hint says is the pattern that was typed, and reads the files of all ranks."""
     monkeypatch.chdir(tmp_path)

@@ -440,3 +440,13 @@ def test_an_optimizer_that_was_pickled_whole(tmp_path: Path) -> None:
     torch.save(optimizer, tmp_path / "a.pt")
     found = ckpttool.stats(tmp_path / "a.pt")
     assert sum(row.statistics.numel for row in found.tensors) == 3 + 1 + 3 + 3
+
+
+def test_only_zeros_are_a_hundred_percent(tmp_path: Path) -> None:
+    """And neither `1e+02%` nor what is rounded to it."""
+    most = torch.zeros(1000)
+    most[0] = 1
+    torch.save({"all": torch.zeros(4), "most": most, "half": torch.tensor([0.0, 1.0])}, tmp_path / "a.pt")
+    lines = [line.split() for line in run("stats", str(tmp_path / "a.pt"), "--each").stdout.splitlines()]
+    shares = {line[0]: [word for word in line if "%" in word] for line in lines if line}
+    assert (shares["all"], shares["most"], shares["half"]) == (["100%"], [">99%"], ["50%"])
