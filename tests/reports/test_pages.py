@@ -197,6 +197,7 @@ def test_a_missing_file_is_said_once(tmp_path: Path) -> None:
     """As damage, and not again as a warning of the reader."""
     shutil.copytree(DCP, tmp_path / "damaged")
     (tmp_path / "damaged/__2_0.distcp").unlink()
-    assert run("verify", str(tmp_path / "damaged"), "--html", str(tmp_path / "x.html")).exit_code == 4
+    done = run("verify", str(tmp_path / "damaged"), "--html", str(tmp_path / "x.html"))
+    assert done.exit_code == 4 and "files     3 files, " in done.stdout
     said = re.findall(r"<code>__2_0.distcp</code> is missing", (tmp_path / "x.html").read_text())
     assert len(said) == 1

@@ -68,8 +68,8 @@ class Report(Result):
                 self.findings.append(finding)
 
     def note_files(self, catalogue: Catalogue) -> None:
-        """Note the files of `catalogue`, with their sizes in bytes."""
-        self.files = [FileSize(file.name, file.size) for file in catalogue.own_files]
+        """Note the files of `catalogue` that are there, with their sizes in bytes."""
+        self.files = [FileSize(file.name, file.size) for file in catalogue.own_files if not file.missing]
         self.file_bytes = catalogue.nbytes()
 
     def settle(self) -> None:
