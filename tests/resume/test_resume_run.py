@@ -479,9 +479,9 @@ def test_a_run_that_crashes_or_hangs_after_the_resume_has_failed(monkeypatch: py
     assert report.runs[-1].name == "B" and "--resume" in report.runs[-1].command
     told: list[str] = []
     monkeypatch.setattr(starts, "_PROGRESS", 0.5)
-    report = runs("--hang", timeout=8, tell=told.append)
+    report = runs("--hang", timeout=4, tell=told.append)
     assert any(line.startswith("run B: step 3 is saved, after ") for line in told)
-    assert report.verdict == "failed" and "run B was still running after 8.00 s" in report.message
+    assert report.verdict == "failed" and "run B was still running after 4.00 s" in report.message
 
 
 @pytest.mark.parametrize(

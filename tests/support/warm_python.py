@@ -133,6 +133,9 @@ def serve(address: str) -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
+    import ckpttool.resume.worker.run
+    import ckpttool.training
+
     torch.set_num_threads(1)
     gc.freeze()  # a collection would copy all of that into each process, and the hook would look at it
     running: dict[int, socket.socket] = {}

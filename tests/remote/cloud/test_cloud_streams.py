@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, RemoteError
+from ckpttool.remote.cloud import address
 from ckpttool.storage.streamed import StreamedFile
 
 PART = 1 << 20
@@ -238,7 +239,8 @@ def test_what_arrives_late(
     removed by the next run."""
     src, dst = sources["full.pt"], "s3://bucket/out/step-3"
     monkeypatch.setenv("CKPTTOOL_CLOUD_TIMEOUT", "1")
-    server.faults = [lambda r: Fault(seconds=6) if r.method == "PUT" and r.name.endswith(name) else None]
+    monkeypatch.setattr(address, "RETRIES", 1)
+    server.faults = [lambda r: Fault(seconds=4) if r.method == "PUT" and r.name.endswith(name) else None]
     with pytest.raises(RemoteError, match="does not answer in time") as raised:
         ckpttool.convert(src, dst, to="dcp", to_world=2)
     hint = "may still become complete" if name == ".metadata" else "removes what arrives late"
@@ -248,7 +250,7 @@ def test_what_arrives_late(
         assert time.monotonic() < until
         time.sleep(0.1)
     server.faults.clear()
-    time.sleep(4)  # what was asked for again
+    time.sleep(2)  # what was asked for again
     if name == ".metadata":
         assert ckpttool.diff(src, dst).same
         with pytest.raises(OverwriteError):

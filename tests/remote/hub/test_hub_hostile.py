@@ -434,7 +434,7 @@ def test_an_endpoint_that_lies(liar: Hub, tmp_path: Path, monkeypatch: pytest.Mo
                 try:
                     meet(liar, tmp_path, monkeypatch, name, lie, job)
                 except AssertionError as failure:
-                    # A busy machine may not have begun to answer within 0.3 seconds.
+                    # A busy machine may not have begun to answer within 0.2 seconds.
                     if "does not answer within" in str(failure) and attempt < 2:
                         continue
                     failures.append(str(failure))
@@ -461,9 +461,9 @@ def meet(liar: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
         XET_CONNECTION_INFO_CACHE.clear()
     # Five of these without enough bytes are too long.
     is_slow = "moved in" in lie.said
-    monkeypatch.setenv("CKPTTOOL_HUB_TIMEOUT", "0.3" if is_slow else "30")
+    monkeypatch.setenv("CKPTTOOL_HUB_TIMEOUT", "0.2" if is_slow else "30")
     for setting in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        monkeypatch.setattr(constants, setting, 0.3 if is_slow else 30)
+        monkeypatch.setattr(constants, setting, 0.2 if is_slow else 30)
     huggingface_hub.close_session()
 
     liar.fail(lie.method, lie.path, act=lie.act)
