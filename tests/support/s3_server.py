@@ -9,11 +9,11 @@ Google's XML API is that of S3 with other headers: what its clients send is tran
 
 from __future__ import annotations
 
-import http.client
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,11 @@ class S3Server:
     """The server, with one bucket."""
 
     def __init__(self) -> None:
-        from moto.server import ThreadedMotoServer
+        from moto import backends
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
-        self._moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._moto.start()
-        self._there = self._moto.get_host_and_port()
+        backends.list_of_moto_modules = cache(partial(list, backends.list_of_moto_modules()))  # for each request
+        self._moto = DomainDispatcherApplication(create_backend_app)
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -102,20 +102,14 @@ class S3Server:
 
     def close(self) -> None:
         self._proxy.shutdown()
-        self._moto.stop()
 
     def ask(self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Any:
         """Make a request past the proxy, and return the answer, which is read."""
-        connection = http.client.HTTPConnection(*self._there, timeout=60)
-        try:
-            # Who may do what is not tested: moto takes any key.
-            signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
-            connection.request(method, path, body, {**signed, **(headers or {})})
-            answer = connection.getresponse()
-            answer.body = answer.read()  # type: ignore[attr-defined]
-            return answer
-        finally:
-            connection.close()
+        from werkzeug.test import Client
+
+        # Who may do what is not tested: moto takes any key.
+        signed = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
+        return Client(self._moto).open(path, method=method, data=body, headers={**signed, **(headers or {})})
 
     def put(self, name: str, what: Path | bytes) -> str:
         """Upload bytes, a file or a folder, and return the address."""
@@ -130,21 +124,21 @@ class S3Server:
     def get(self, name: str) -> bytes | None:
         """Return the bytes of an object, None if there is none."""
         answer = self.ask("GET", f"/{BUCKET}/{quote(name)}")
-        return answer.body if answer.status == 200 else None
+        return answer.data if answer.status_code == 200 else None
 
     def names(self) -> list[str]:
         """Return the names of all objects."""
-        text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
+        text = self.ask("GET", f"/{BUCKET}?list-type=2").text
         return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
 
     def uploads(self) -> list[str]:
         """Return the names of objects of which parts were sent, and neither completed nor aborted."""
-        text = self.ask("GET", f"/{BUCKET}?uploads").body.decode()
+        text = self.ask("GET", f"/{BUCKET}?uploads").text
         return sorted(unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:])
 
     def tags(self) -> dict[str, str]:
         """Return the tag of each object: those with the same one have the same bytes."""
-        text = self.ask("GET", f"/{BUCKET}?list-type=2").body.decode()
+        text = self.ask("GET", f"/{BUCKET}?list-type=2").text
         parts = [part.partition("<ETag>") for part in text.split("<Key>")[1:]]
         return {unquote(one.partition("</Key>")[0]): tag.partition("</ETag>")[0] for one, _, tag in parts}
 
@@ -183,8 +177,8 @@ class S3Server:
             status, answered, data = fault.status, [("Content-Type", "application/xml")], fault.body
         else:
             answer = self.ask(handler.command, handler.path, body, headers)
-            status, data = answer.status, answer.body
-            answered = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding")]
+            status, data = answer.status_code, answer.data
+            answered = [(k, v) for k, v in answer.headers if k.lower() not in ("connection", "transfer-encoding")]
             if status == 200 and handler.command in ("PUT", "POST"):
                 self.generations[name] = self.generations.get(name, 1000) + 1
             answered.append(("x-goog-generation", str(self.generations.get(name, 1000))))
