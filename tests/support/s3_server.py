@@ -70,6 +70,7 @@ class S3Server:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # the body would wait for the acknowledgement of the headers
 
             def handle_one_request(self) -> None:
                 try:
