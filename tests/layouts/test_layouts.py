@@ -52,7 +52,7 @@ def each() -> list[object]:
     return [pytest.param(one, id=one.name, marks=own) for one, own in zip(layouts.LAYOUTS, marks, strict=True)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("layout", each())
 def test_what_was_converted_is_what_was_written(layout: layouts.Layout, tmp_path: Path) -> None:
     """To DCP, to one torch file, and to the same layout: no tensor has other bits, none is lost."""

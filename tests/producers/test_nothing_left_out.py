@@ -44,7 +44,7 @@ def is_named(catalogue: Catalogue, name: str) -> bool:
     return entries or of_run or any(name in str(fault) for fault in catalogue.faults)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.relative_to(CHECKPOINTS).as_posix())
 def test_a_file_more_is_read_or_named(sample: Path, tmp_path: Path) -> None:
     """A safetensors file in a directory of DeepSpeed was taken for all of it, and others were left out in silence."""
@@ -72,7 +72,7 @@ def test_a_file_more_is_read_or_named(sample: Path, tmp_path: Path) -> None:
             (folder / name).unlink()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.parent.relative_to(CHECKPOINTS).as_posix())
 def test_the_same_layout_has_all_of_it(sample: Path, tmp_path: Path) -> None:
     """With a file more; what cannot be written so is refused, and says what writes it: it was a bug's message for

@@ -119,7 +119,7 @@ def _moments(optim: dict[str, Any], found: dict[str, Any], suffix: str) -> Itera
                 yield f"{root}{name if by_name is not None else i}.{moment}", value
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_converts_to_what_torch_gathered(name: str, to: str, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def one_of_each_kind() -> Iterator[Any]:
         seen.add(kind)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "file"), FILES)
 def test_a_file_that_is_gone_is_noticed_or_was_none_of_the_state(name: str, file: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
@@ -1004,7 +1004,7 @@ def test_deepspeed_that_contradicts_itself_is_a_fault_beside_the_rest(tmp_path: 
     assert "global_step4" in fault.message and fault.exit_code == 4
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("name", "file"), one_of_each_kind())
 def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))

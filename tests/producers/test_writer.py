@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from support import simulated_ranks
+from support.layouts.reading import load
 from support.upstream_samples import path_of, reference
 from torch import nn
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,24 +21,9 @@ from ckpttool.catalogue.entries import Tensor
 from ckpttool.errors import LossError, UsageError
 
 
-def read(path: Path) -> Any:
-    """A piece as upstream reads it."""
-    if path.is_dir():
-        state: dict[str, Any] = {}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _load_state_dict(state, dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-        return state
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    return torch.load(path, weights_only=False)
-
-
 def pieces(folder: Path) -> dict[str, Any]:
     """What a directory holds, by the names of its pieces."""
-    return {path.name: read(path) for path in folder.iterdir()}
+    return {path.name: load(path) for path in folder.iterdir()}
 
 
 def assert_same(found: Any, expected: Any, at: str = "$") -> None:
@@ -106,7 +87,7 @@ def test_what_a_framework_left_comes_back(tmp_path: Path, sample: str, producer:
     assert not [note for note in made.notes if "made with" in note or "by its name" in note]
     there = Path(path_of(sample)) / inside
     if producer == "torchtitan":
-        assert_same(read(tmp_path / name), read(there))
+        assert_same(load(tmp_path / name), load(there))
         return
     expected = {n: v for n, v in pieces(there).items() if n not in ASSETS}
     assert_same(pieces(tmp_path / name), expected)
@@ -120,11 +101,11 @@ def test_what_verl_left_comes_back(tmp_path: Path) -> None:
     convert(source, made, producer="verl", tensor_class="dtensor:cpu:fsdp", check=True)
     names = {p.name for p in (Path(source) / "global_step_3/actor").iterdir()} - {"huggingface"}
     assert {p.name for p in (made / "actor").iterdir()} == names
-    assert_same(read(made / "data.pt"), read(Path(source) / "global_step_3/data.pt"))
+    assert_same(load(made / "data.pt"), load(Path(source) / "global_step_3/data.pt"))
     for name in names:
         rank = int(name[-4]) if name.endswith(".pt") else 0
         with simulated_ranks.as_rank(rank, 2):
-            both = [local(read(folder / "actor" / name)) for folder in (made, Path(source) / "global_step_3")]
+            both = [local(load(folder / "actor" / name)) for folder in (made, Path(source) / "global_step_3")]
         assert_same(*both)
 
 
@@ -141,13 +122,13 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
     """Other people's `step` becomes what the framework has for it."""
     source = path_of("rank/fsdp1_w2")
     made = convert(source, tmp_path / "step-3", producer="torchtitan", check=True)
-    state = read(tmp_path / "step-3")["train_state"]
+    state = load(tmp_path / "step-3")["train_state"]
     assert_same(state, {"step": torch.tensor(3, dtype=torch.int32), "ntokens_seen": torch.tensor(0)})
     assert made.dropped == []
     # What was made has a checksum like everything else: it is compared when the items are read.
     assert convert(tmp_path / "step-3", tmp_path / "again.pt").unchecked_bytes == 0
     convert(source, tmp_path / "checkpoint-3", producer="trainer", check=True)
-    assert read(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
+    assert load(tmp_path / "checkpoint-3/trainer_state.json")["global_step"] == 3
     convert(source, tmp_path / "global_step_3", producer="verl", check=True)
     with pytest.raises(LossError, match="verl reads the step from the directory's name"):
         convert(source, tmp_path / "last", producer="verl")
@@ -156,7 +137,7 @@ def test_a_step_that_only_the_state_says(tmp_path: Path) -> None:
 def test_a_step_that_only_the_name_says(tmp_path: Path) -> None:
     source = path_of("rank/fsdp1_w2")
     convert(source, tmp_path / "checkpoint-7", producer="trainer", drop="step")
-    assert read(tmp_path / "checkpoint-7/trainer_state.json")["global_step"] == 7
+    assert load(tmp_path / "checkpoint-7/trainer_state.json")["global_step"] == 7
     for producer in ("trainer", "torchtitan"):
         with pytest.raises(UsageError, match="the source does not contain it"):
             convert(source, tmp_path / "last", producer=producer, drop="step")
@@ -182,7 +163,7 @@ def test_torchtitan_to_trainer(tmp_path: Path) -> None:
 def test_data_loaders_go_where_they_mean_the_same(tmp_path: Path) -> None:
     """accelerate and verl keep torchdata's; torchtitan pickles one for each rank."""
     convert(path_of("run/verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
-    assert_same(read(tmp_path / "a/dl_state_dict.bin"), reference("run/verl_fsdp2_w2")["dataloader"])
+    assert_same(load(tmp_path / "a/dl_state_dict.bin"), reference("run/verl_fsdp2_w2")["dataloader"])
     with pytest.raises(LossError, match=r"dataloader\.dp_rank_1"):
         convert(path_of("run/torchtitan_w2"), tmp_path / "b", producer="accelerate", drop="train_state")
     torch.save({"model": {"w": torch.ones(2)}, "sampler": {"epoch": 1}}, tmp_path / "own.pt")
@@ -213,14 +194,14 @@ def test_the_world_of_whole_tensors_is_that_of_its_generators(tmp_path: Path) ->
     with pytest.raises(LossError, match="it is of rank 1, and 1 ranks have no file for it"):
         convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1)
     convert(source, tmp_path / "checkpoint-4", producer="trainer", to_world=1, exclude="rng.rank1.*", check=True)
-    found = read(tmp_path / "checkpoint-4/rng_state.pth")
-    assert_same(found, read(Path(source) / "checkpoint-4/rng_state_0.pth"))
+    found = load(tmp_path / "checkpoint-4/rng_state.pth")
+    assert_same(found, load(Path(source) / "checkpoint-4/rng_state_0.pth"))
 
 
 def test_generators_under_the_names_of_another_framework(tmp_path: Path) -> None:
     convert(path_of("run/verl_fsdp2_w2"), tmp_path / "a", producer="accelerate", check=True)
     for rank, expected in enumerate(reference("run/verl_fsdp2_w2")["rng_by_rank"]):
-        found = read(tmp_path / f"a/random_states_{rank}.pkl")
+        found = load(tmp_path / f"a/random_states_{rank}.pkl")
         names = {"random_state": "random", "numpy_random_seed": "numpy", "torch_manual_seed": "cpu"}
         assert_same(found, {name: expected[theirs] for name, theirs in names.items()})
 
@@ -243,7 +224,7 @@ def test_attributes_of_dicts_are_kept(tmp_path: Path) -> None:
     state = nn.BatchNorm1d(3).state_dict()  # of version 2, which is worth saying
     torch.save({"model": state}, tmp_path / "state.pt")
     made = convert(tmp_path / "state.pt", tmp_path / "a", producer="accelerate:full", check=True)
-    assert read(tmp_path / "a/pytorch_model_fsdp.bin")._metadata == state._metadata  # type: ignore[attr-defined]
+    assert load(tmp_path / "a/pytorch_model_fsdp.bin")._metadata == state._metadata  # type: ignore[attr-defined]
     assert not [note for note in made.notes if "attributes" in note]
 
 
@@ -252,15 +233,15 @@ def test_tensors_inside_objects_go_with_them(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "training_args": arguments, "step": 5}
     torch.save(state, tmp_path / "state.pt")
     convert(tmp_path / "state.pt", tmp_path / "checkpoint-5", producer="trainer", check=True)
-    assert_same(vars(read(tmp_path / "checkpoint-5/training_args.bin")), vars(arguments))
+    assert_same(vars(load(tmp_path / "checkpoint-5/training_args.bin")), vars(arguments))
 
 
 def test_a_model_that_is_split(tmp_path: Path) -> None:
     convert(path_of("run/trainer"), tmp_path / "checkpoint-4", producer="trainer", max_shard_size=2000, check=True)
     names = sorted(p.name for p in (tmp_path / "checkpoint-4").glob("model*"))
     assert names[-1] == "model.safetensors.index.json" and len(names) == 3
-    weights = [read(tmp_path / "checkpoint-4" / name) for name in names[:-1]]
-    assert_same(weights[0] | weights[1], read(Path(path_of("run/trainer")) / "checkpoint-4/model.safetensors"))
+    weights = [load(tmp_path / "checkpoint-4" / name) for name in names[:-1]]
+    assert_same(weights[0] | weights[1], load(Path(path_of("run/trainer")) / "checkpoint-4/model.safetensors"))
 
 
 def test_nothing_to_split(tmp_path: Path) -> None:
@@ -277,8 +258,8 @@ def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:
     assert not [note for note in made.notes if "ids" in note]
     ref = reference("run/verl_fsdp1_w2")
     with simulated_ranks.as_rank(0, 2):
-        model = read(out / "actor/model_world_size_2_rank_0.pt")
-        optim = read(out / "actor/optim_world_size_2_rank_0.pt")
+        model = load(out / "actor/model_world_size_2_rank_0.pt")
+        optim = load(out / "actor/optim_world_size_2_rank_0.pt")
     names = [name for name in model if name != "lm_head.weight"]
     for number, name in enumerate(names):
         moment = optim["state"][number]["exp_avg"]
@@ -371,7 +352,7 @@ def test_a_model_that_once_was_sorted_orders_nothing(tmp_path: Path, to: str) ->
     convert(source, named, to=to, optim_keys="fqn", shapes=shapes)
     for folder, hint in (("a", None), ("b", shapes)):
         made = convert(named, tmp_path / folder / "checkpoint-4", producer="trainer", shapes=hint, check=True)
-        assert_same(read(tmp_path / folder / "checkpoint-4/optimizer.pt"), read(source / "optimizer.pt"))
+        assert_same(load(tmp_path / folder / "checkpoint-4/optimizer.pt"), load(source / "optimizer.pt"))
         assert not [note for note in made.notes if "numbered" in note]
 
 
@@ -395,7 +376,7 @@ def test_ids_where_nobody_knows_the_order(tmp_path: Path) -> None:
     (tmp_path / "order.json").write_text(json.dumps([(name, [2]) for name in order]))
     made = convert(tmp_path / "state.pt", out, producer="trainer", shapes=str(tmp_path / "order.json"))
     assert [note for note in made.notes if "numbered in the order of `--shapes`" in note]
-    found = read(out / "optimizer.pt")["state"]
+    found = load(out / "optimizer.pt")["state"]
     assert [float(found[i]["exp_avg"][0]) for i in range(4)] == [0, 1, 2, 3]
     (tmp_path / "order.json").write_text(json.dumps([(name, [2]) for name in order[1:]]))
     with pytest.raises(UsageError, match=r"does not list `q\.weight`"):

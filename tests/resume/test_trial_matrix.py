@@ -32,9 +32,9 @@ def case(kind: str, via: str, to_mesh: str | None = None) -> dict[str, Any]:
     return {"kind": kind, "via": via, "to_mesh": to_mesh}
 
 
-# One of each kind and of each format.
+# One of each format, and of each kind that `test_trial.py` has not.
 SHORT = [
-    case("fsdp2", "safetensors,fsdp1,torch"), case("fsdp1", "fsdp1"), case("ddp", "safetensors"), case("hsdp", "dcp"),
+    case("fsdp2", "safetensors,fsdp1,torch"), case("fsdp1", "fsdp1"), case("hsdp", "dcp"),
     case("tp", "torch", "shard=2"),
 ]  # fmt: skip
 ALL = {

@@ -134,7 +134,7 @@ def serve(address: str) -> None:
     import torch.distributed.tensor.parallel
 
     import ckpttool.resume.worker.run
-    import ckpttool.training
+    import ckpttool.training  # noqa: F401 - what most of them import next
 
     torch.set_num_threads(1)
     gc.freeze()  # a collection would copy all of that into each process, and the hook would look at it

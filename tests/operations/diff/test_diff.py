@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from support import damage
 from support.paths import CHECKPOINTS
 
 from ckpttool import convert
@@ -31,18 +32,8 @@ FULL = CHECKPOINTS / "torch/full" / "ckpt.pt"
 
 
 def state() -> dict[str, Any]:
-    made = torch.Generator().manual_seed(0)
-    return {
-        "model": {
-            "embed.weight": torch.randn(61, 33, generator=made),
-            "layers.0.weight": torch.randn(33, 17, generator=made),
-            "layers.0.bias": torch.randn(33, generator=made).bfloat16(),
-            "steps": torch.arange(6),
-        },
-        "lr": 0.125,
-        "betas": (0.9, 0.95),
-        "notes": {"seen": [1, 2, 3], "name": "run7", "nan": math.nan},
-    }
+    notes = {"seen": [1, 2, 3], "name": "run7", "nan": math.nan}
+    return {"model": damage.state()["model"], "lr": 0.125, "betas": (0.9, 0.95), "notes": notes}
 
 
 def saved(path: Path, what: dict[str, Any]) -> Path:

@@ -37,7 +37,10 @@ def run(*words: str) -> tuple[int, dict[str, Any]]:
 def send(hub: Hub, folder: Path) -> dict[str, Any] | None:
     """Export to a new repository. The error, if there was one; a repeated run must succeed then."""
     save_file({"w": TENSOR}, folder / "x.safetensors")
-    code, result = run("export", str(folder / "x.safetensors"), "hf://me/model")
+    return sent(hub, *run("export", str(folder / "x.safetensors"), "hf://me/model"))
+
+
+def sent(hub: Hub, code: int, result: dict[str, Any]) -> dict[str, Any] | None:
     if code:
         if "me/model" in hub.repos:
             assert hub.history("me/model") in (["initial commit"], ["Upload with ckpttool", "initial commit"])
@@ -48,14 +51,9 @@ def send(hub: Hub, folder: Path) -> dict[str, Any] | None:
 
 def convert(hub: Hub, folder: Path) -> dict[str, Any] | None:
     """Convert to a new repository, as `send` exports; nothing is left on this machine."""
-    code, result = run("convert", str(CHECKPOINTS / "dcp/hsdp_w4/ckpt"), "hf://me/model/step-1", "--to", "dcp")
+    done = run("convert", str(CHECKPOINTS / "dcp/hsdp_w4/ckpt"), "hf://me/model/step-1", "--to", "dcp")
     assert list((folder / "tmp").iterdir()) == []
-    if code:
-        if "me/model" in hub.repos:
-            assert hub.history("me/model") in (["initial commit"], ["Upload with ckpttool", "initial commit"])
-        return {"code": code, **result["error"]}
-    assert hub.history("me/model") == ["Upload with ckpttool", "initial commit"], "one commit"
-    return None
+    return sent(hub, *done)
 
 
 def receive(hub: Hub, folder: Path) -> dict[str, Any] | None:
