@@ -225,7 +225,8 @@ def test_a_silent_hub_is_given_up_in_time(
     hub.fail(method, path, act=stall)
     patience(monkeypatch, 0.3)
     error = JOBS[job](hub, tmp_path)
-    assert error is not None and error["code"] == 8 and hub.failed == 1
+    assert error is not None and error["code"] == error["exit_code"] == 8 and hub.failed == 1
+    assert error["kind"] == "remote" and "CKPTTOOL_HUB_TIMEOUT" in error["hint"]
     assert "does not answer within 0.3 s: `http://127.0.0.1" in error["message"]
 
 
