@@ -135,7 +135,9 @@ def serve(address: str) -> None:
 
     import ckpttool.resume.worker.run
     import ckpttool.training  # noqa: F401 - what most of them import next
+    from ckpttool.transfer import processes
 
+    processes._POLL = 0.005  # ranks on one machine have little to wait for
     torch.set_num_threads(1)
     gc.freeze()  # a collection would copy all of that into each process, and the hook would look at it
     running: dict[int, socket.socket] = {}
