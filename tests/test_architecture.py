@@ -72,7 +72,7 @@ def walk(node: ast.AST, *, typing: bool, functions: bool) -> Iterator[ast.AST]:
     """`ast.walk`, but for what is for type checkers only and for what runs only when a function is called."""
     yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not typing:
+        if not typing and isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
             continue
         if not isinstance(child, ast.FunctionDef) or functions:
             yield from walk(child, typing=typing, functions=functions)
