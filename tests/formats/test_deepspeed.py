@@ -282,10 +282,7 @@ def test_verify_reads_the_partitions_and_does_not_judge_padding(tmp_path: Path) 
     change(path / optim(2), lambda state: state["fp32_flat_groups"][1].data[-1:].fill_(float("nan")))
     done = run("verify", "--values", str(path))
     assert done.exit_code == 0 and "nan" not in done.stdout.lower(), done.stdout
-    for spoil, text in (
-        (_mixed, "state of group 0 is not the same"),
-        (_overlapping, "does not go on from the end"),
-    ):
+    for spoil, text in ((_mixed, "state of group 0 is not the same"), (_overlapping, "does not go on from the end")):
         path = copied("zero2_w3", tmp_path / spoil.__name__)
         change(path / optim(1), spoil)
         done = run("verify", str(path))
@@ -541,20 +538,20 @@ def test_padding_between_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zero2_w3", "zero3_w3", "universal_zero3_w3"])
 def test_flips_are_found(name: str, tmp_path: Path) -> None:
-    _require_found(name, tmp_path, range(6))
+    require_found(RUNS / name / "saved", tmp_path, range(6))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["zero1_w2", "zero2_w3", "zero3_w3", "universal_zero3_w3", "pipeline_zero1_w4"])
 def test_many_flips_are_found(name: str, tmp_path: Path) -> None:
-    _require_found(name, tmp_path, range(6, 106))
+    require_found(RUNS / name / "saved", tmp_path, range(6, 106))
 
 
-def _require_found(name: str, folder: Path, seeds: range) -> None:
+def require_found(source: Path, folder: Path, seeds: range) -> None:
     """A flipped bit is an error, or nothing that is converted has changed."""
-    whole = converted(RUNS / name / "saved", folder)
+    whole = converted(source, folder)
     for seed in seeds:
-        path = Path(shutil.copytree(RUNS / name / "saved", folder / str(seed) / "saved"))
+        path = Path(shutil.copytree(source, folder / str(seed) / source.name))
         files = sorted(path.rglob("*.pt"))
         data = bytearray(files[seed % len(files)].read_bytes())
         data[random.Random(seed).randrange(len(data))] ^= 1 << seed % 8
@@ -563,9 +560,7 @@ def _require_found(name: str, folder: Path, seeds: range) -> None:
             state = converted(path, path.parent)
         except CkptError:
             continue
-        require_same(state["model"], whole["model"])
-        for parameter, kinds in whole["optimizer"]["state"].items():
-            require_same(state["optimizer"]["state"][parameter], kinds)
+        require_same(parameters_of(state), parameters_of(whole))
 
 
 def test_a_truncated_file(tmp_path: Path) -> None:
