@@ -122,14 +122,7 @@ def test_tied_weights_are_found_and_views_of_them_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"dtype": dtype("int32")},
-        {"strides": (1, 4)},
-        {"codec": ("conj",)},
-        {"offset": 4},
-        {"file": 1},
-    ],
+    "change", [{"dtype": dtype("int32")}, {"strides": (1, 4)}, {"codec": ("conj",)}, {"offset": 4}, {"file": 1}]
 )
 def test_another_reading_of_the_same_bytes_is_another_tensor(change: dict[str, Any]) -> None:
     kind = change.pop("dtype", dtype("float32"))

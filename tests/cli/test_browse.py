@@ -138,11 +138,7 @@ SMALL_SCREENS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("size", "series"),
-    [(SMALL, SMALL_SCREENS), (LARGE, LARGE_SCREENS)],
-    ids=["80x24", "200x50"],
-)
+@pytest.mark.parametrize(("size", "series"), [(SMALL, SMALL_SCREENS), (LARGE, LARGE_SCREENS)], ids=["80x24", "200x50"])
 def test_screens(
     size: tuple[int, int], series: list[tuple[str, tuple[str, ...]]], hsdp: str, request: pytest.FixtureRequest
 ) -> None:

@@ -65,11 +65,7 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "command", "param"), CASES, ids=lambda v: getattr(v, "name", None) or " ".join(v))
 def test_every_path(
-    words: tuple[str, ...],
-    command: Any,
-    param: Argument | Option,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], command: Any, param: Argument | Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = [*words]

@@ -26,11 +26,7 @@ def cases(reads: int, writes: int) -> list[tuple[Any, ...]]:
         (engine, rank, stage, code, (i + 1) / most)
         for engine in ENGINES
         for rank in RANKS
-        for stage, code, most in (
-            ("plan", errno.EIO, 1),
-            ("read", errno.EIO, reads),
-            ("write", errno.ENOSPC, writes),
-        )
+        for stage, code, most in (("plan", errno.EIO, 1), ("read", errno.EIO, reads), ("write", errno.ENOSPC, writes))
         for i in range(most)
     ]
 

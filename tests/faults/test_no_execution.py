@@ -22,19 +22,7 @@ from typing import Any
 import pytest
 import torch
 from support import pickle_payloads
-from support.faults import (
-    CORRUPT,
-    FORMATS,
-    LOSS,
-    READ,
-    USAGE,
-    check_words,
-    model,
-    out_folder,
-    run,
-    save_dcp,
-    untouched,
-)
+from support.faults import CORRUPT, FORMATS, LOSS, READ, USAGE, check_words, model, out_folder, run, save_dcp, untouched
 from support.paths import CHECKPOINTS
 from support.pickle_payloads import PICKLE, Planted, call, named, text
 

@@ -23,10 +23,7 @@ WRITERS = {
     "reshard": ("reshard", "SRC", "DST", "--to-world", "3", "--threads", "1"),
     "export": ("export", "SRC", "DST", *MODEL, "--exclude", "*tokens_seen", "--exclude", "*frozen", "--threads", "1"),
 }
-READERS = {
-    "verify": ("verify", "SRC", "--threads", "1"),
-    "diff": ("diff", "SRC", "OTHER", "--threads", "1"),
-}
+READERS = {"verify": ("verify", "SRC", "--threads", "1"), "diff": ("diff", "SRC", "OTHER", "--threads", "1")}
 every_writer = pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
 every_command = pytest.mark.parametrize("words", (WRITERS | READERS).values(), ids=WRITERS | READERS)
 

@@ -22,12 +22,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.nn import functional
 
 Wrap = Callable[..., FullyShardedDataParallel]

@@ -88,10 +88,7 @@ def require_refused(path: Path, text: str, folder: Path, **options: Any) -> None
 @pytest.mark.parametrize(
     ("gone", "text"),
     [
-        (
-            [0],
-            r"`mp_rank_01_.*` trains parameters of \[13, 5\] .*: one of `layer_00-.*`, `layer_05-.*` is missing",
-        ),
+        ([0], r"`mp_rank_01_.*` trains parameters of \[13, 5\] .*: one of `layer_00-.*`, `layer_05-.*` is missing"),
         ([1], r"no file of a layer has the buffer `1\.seen`"),
         ([3], r"no file of a layer has the buffer `3\.seen`"),
         ([4], r"`mp_rank_01_.*` trains parameters of \[5\] that no .* has: `layer_04-model_states\.pt` is missing"),

@@ -21,21 +21,11 @@ from ckpttool.catalogue.values import Stub, walk
 from ckpttool.errors import CorruptError
 from ckpttool.formats.safetensors import index
 from ckpttool.serialization import numpy_arrays, pickle_opcodes, pickle_payloads, plain_yaml, unpickler
-from ckpttool.serialization import (
-    safetensors_header as stheader,
-)
-from ckpttool.serialization import (
-    torch_pickle as torchpickle,
-)
-from ckpttool.serialization import (
-    torch_tree as torchtree,
-)
-from ckpttool.serialization import (
-    torch_zip as torchzip,
-)
-from ckpttool.serialization import (
-    unsafe_globals as harm,
-)
+from ckpttool.serialization import safetensors_header as stheader
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import torch_tree as torchtree
+from ckpttool.serialization import torch_zip as torchzip
+from ckpttool.serialization import unsafe_globals as harm
 from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.storage import files
 

@@ -169,12 +169,7 @@ lie(
     code=READ,
 )
 lie("zip: nothing at all", file("ckpt.pt", b""), "empty", code=READ)
-lie(
-    "zip: nothing but an end record",
-    file("ckpt.pt", b"PK\5\6" + bytes(18)),
-    "unrecognised format",
-    code=(READ, 4),
-)
+lie("zip: nothing but an end record", file("ckpt.pt", b"PK\5\6" + bytes(18)), "unrecognised format", code=(READ, 4))
 lie(
     "zip: only the first four bytes",
     file("ckpt.pt", b"PK\3\4"),

@@ -248,8 +248,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "name"),
-    [("dcp/hsdp_w4/ckpt", "model.embed.weight"), ("torch/full/ckpt.pt", "model.embed.weight")],
+    ("sample", "name"), [("dcp/hsdp_w4/ckpt", "model.embed.weight"), ("torch/full/ckpt.pt", "model.embed.weight")]
 )
 @pytest.mark.parametrize("read", ["torch", "numpy", "bits"])
 def test_a_flipped_bit_is_not_read(tmp_path: Path, sample: str, name: str, read: str) -> None:

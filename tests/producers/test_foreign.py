@@ -46,18 +46,8 @@ def warnings_of(catalogue: Catalogue) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "title", "parallelism", "parameters"),
     [
-        (
-            "megatron_torch_dist_tp2",
-            "Megatron torch_dist",
-            "2 tensor-parallel",
-            32 * 8 + 2 * 24 * 8,
-        ),
-        (
-            "megatron_legacy_tp2",
-            "Megatron legacy checkpoint version 3.0",
-            "2 tensor-parallel",
-            None,
-        ),
+        ("megatron_torch_dist_tp2", "Megatron torch_dist", "2 tensor-parallel", 32 * 8 + 2 * 24 * 8),
+        ("megatron_legacy_tp2", "Megatron legacy checkpoint version 3.0", "2 tensor-parallel", None),
         ("tiny.gguf", "GGUF model of llama.cpp version 3", None, 32 * 64 + 2 * (64 * 64 + 64)),
         ("orbax", "Orbax (JAX)", None, None),
         ("orbax/10/state", "Orbax (JAX)", None, None),
@@ -82,15 +72,7 @@ def test_what_it_is(path: str, title: str, parallelism: str | None, parameters: 
     assert document["parameters"] == parameters or parameters is None
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "megatron_legacy_tp2",
-        "tiny.gguf",
-        "orbax",
-        "paddle",
-    ],
-)
+@pytest.mark.parametrize("path", ["megatron_legacy_tp2", "tiny.gguf", "orbax", "paddle"])
 def test_what_is_not_opened_is_refused_by_everything_else(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,11 +334,7 @@ def remove(name: str) -> Callable[[Path], object]:
         (saved, truncate("optimizer.bin"), "`optimizer.bin` is empty"),
         (lambda f: saved(f, world=3), remove("random_states_1.pkl"), "the file of rank 1 of 3 is missing"),
         (saved, lambda f: shutil.rmtree(f) or f.mkdir(), "an empty directory"),
-        (
-            saved,
-            lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()],
-            "no known format",
-        ),
+        (saved, lambda f: [file.rename(f / f"{file.name}.part") for file in f.iterdir()], "no known format"),
     ],
 )
 def test_what_is_not_complete_is_passed_over(

@@ -19,19 +19,7 @@ from ckpttool.catalogue.findings import DAMAGE, GRAVITIES, NAN, NOTE, SUSPECT, F
 from ckpttool.operations import written
 from ckpttool.operations.verify import report as verified
 from ckpttool.reports import differences, page
-from ckpttool.reports.report import (
-    Block,
-    Column,
-    Facts,
-    Findings,
-    Line,
-    Styled,
-    Table,
-    Text,
-    Verbatim,
-    bold,
-    known,
-)
+from ckpttool.reports.report import Block, Column, Facts, Findings, Line, Styled, Table, Text, Verbatim, bold, known
 from ckpttool.reports.terminal import Terminal
 
 DCP = CHECKPOINTS / "dcp/hsdp_w4/ckpt"

@@ -66,10 +66,7 @@ def test_a_script_that_resumes_exactly_is_the_same(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "kept" / "A" / "out")) == [f"step-{step}.safetensors" for step in range(1, 6)]
 
 
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [("optimizer", "optimizer"), ("data", "data"), ("swapped", "exp_avg")],
-)
+@pytest.mark.parametrize(("fault", "named"), [("optimizer", "optimizer"), ("data", "data"), ("swapped", "exp_avg")])
 def test_a_fault_is_found_at_its_step(fault: str, named: str) -> None:
     report = runs("--fault", fault)
     assert (report.verdict, report.exit_code, report.first_step) == ("differs", 1, 4), report.message

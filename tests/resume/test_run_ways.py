@@ -57,8 +57,7 @@ def test_two_options_that_fit_alike_are_a_question(tmp_path: Path) -> None:
     text = PARSER + "parser.add_argument('--resume')\nparser.add_argument('--resume-from')"
     command = ["python", script(tmp_path, text), "--out", "OUT"]
     with pytest.raises(
-        UsageError,
-        match=r"`... --resume {checkpoint}` \(train.py line 4\) and `... --resume-from {checkpoint}`",
+        UsageError, match=r"`... --resume {checkpoint}` \(train.py line 4\) and `... --resume-from {checkpoint}`"
     ) as one:
         ways.find(Script(command), command, "OUT")
     assert "... --resume-from {checkpoint}" in (one.value.hint or "")

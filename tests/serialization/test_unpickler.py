@@ -30,24 +30,12 @@ from ckpttool.catalogue import values as stubs
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.values import Stub, TorchSize, stub_name, stub_type
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization import (
-    pickle_limits,
-)
-from ckpttool.serialization import (
-    pickle_opcodes as opcodes,
-)
-from ckpttool.serialization import (
-    pickler as picklewriter,
-)
-from ckpttool.serialization import (
-    torch_pickle as torchpickle,
-)
-from ckpttool.serialization import (
-    unpickler as pickles,
-)
-from ckpttool.serialization import (
-    unsafe_globals as harm,
-)
+from ckpttool.serialization import pickle_limits
+from ckpttool.serialization import pickle_opcodes as opcodes
+from ckpttool.serialization import pickler as picklewriter
+from ckpttool.serialization import torch_pickle as torchpickle
+from ckpttool.serialization import unpickler as pickles
+from ckpttool.serialization import unsafe_globals as harm
 from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.torch_pickle import KNOWN, NewTensor, StorageRef, TensorRef
 

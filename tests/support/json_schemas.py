@@ -154,12 +154,7 @@ def _object(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         if name not in optional and Absent not in get_args(hint):
             required.append(name)
         properties[name] = {"description": description, **_schema(hint, definitions)}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "additionalProperties": cls in _OPEN,
-    }
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": cls in _OPEN}
 
 
 def descriptions(cls: type) -> Iterator[tuple[str, str]]:

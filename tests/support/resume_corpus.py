@@ -398,11 +398,7 @@ CORPUS = (
                 of(
                     "moments",
                     Fault("average", "the teacher starts as the student", r"teacher|no optimizer trains|mean"),
-                    Fault(
-                        "one weight of the average",
-                        "one element of the teacher doubled",
-                        r"mid\.weight",
-                    ),
+                    Fault("one weight of the average", "one element of the teacher doubled", r"mid\.weight"),
                     Fault("updates", "update count of the decay not loaded", r"teacher\.n\b|updates"),
                 ),
             ),
@@ -490,10 +486,7 @@ CORPUS = (
                 "AutoClip",
                 "clips to the median of previous gradient norms",
                 "autoclip",
-                of(
-                    "second moments",
-                    Fault("history of norms", "previous gradient norms not loaded", r"norms"),
-                ),
+                of("second moments", Fault("history of norms", "previous gradient norms not loaded", r"norms")),
             ),
             (
                 "curriculum",
@@ -622,10 +615,7 @@ CORPUS = (
                 "functional",
                 "no optimizer object: momentum in a dict, manual updates",
                 "functional",
-                of(
-                    "weights",
-                    Fault("velocity", "the momentum not loaded", r"velocity"),
-                ),
+                of("weights", Fault("velocity", "the momentum not loaded", r"velocity")),
             ),
         )
     ),

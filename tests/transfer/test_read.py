@@ -63,11 +63,7 @@ def view_of(elements: int, sizes: list[int], strides: list[int], offset: int) ->
 
 
 @quick
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=3),
-    st.integers(0, 20),
-    st.data(),
-)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=3), st.integers(0, 20), st.data())
 def test_any_strides(tmp_path: Path, dims: list[tuple[int, int]], offset: int, data: st.DataObject) -> None:
     view = view_of(600, [n for n, _ in dims], [s for _, s in dims], offset)
     source = Made(tmp_path / "x")

@@ -356,11 +356,7 @@ def failing(*arguments):
 module.{function} = failing
 main()
 """
-WHERE = {
-    "loading": ("engine", "_fill_optimizer"),
-    "saving": ("engine", "_save"),
-    "making": ("engine", "MetaModel"),
-}
+WHERE = {"loading": ("engine", "_fill_optimizer"), "saving": ("engine", "_save"), "making": ("engine", "MetaModel")}
 
 
 @pytest.mark.parametrize(

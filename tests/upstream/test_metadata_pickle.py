@@ -64,11 +64,7 @@ FIELDS: dict[tuple[str, str], dict[str, tuple[int, int]]] = {
 }
 # Functions and enums that the pickle calls; all of them in v2.6.0: torch/serialization.py `_get_layout`, metadata.py
 # `_MEM_FORMAT_ENCODING` (with three members), torch/__init__.py.
-CALLED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    (METADATA, "_MEM_FORMAT_ENCODING"),
-}
+CALLED = {("torch", "Size"), ("torch.serialization", "_get_layout"), (METADATA, "_MEM_FORMAT_ENCODING")}
 # What may be there and 2.6 does not know. `ckpttool` is ours, and torch carries it along. `modules` has a default from
 # a factory, so the class has none: without it, torch 2.7 and later could not so much as print what they read. `version`
 # is None where it is missing, and who is to refuse an old one some day may refuse None.

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import large_state
-from support.upstream_readers import (
-    PLAIN,
-    detached,
-    difference,
-    expected_of,
-    load,
-    path_of,
-    safetensors_in,
-    unzipped,
-)
+from support.upstream_readers import PLAIN, detached, difference, expected_of, load, path_of, safetensors_in, unzipped
 
 from ckpttool import convert
 

@@ -10,10 +10,7 @@ from conversion_cases import CASES
 
 TABLE = [
     pytest.param(
-        world,
-        case.name,
-        id=f"{world} ranks-{case.name}",
-        marks=[pytest.mark.long] if case.long_on(world) else [],
+        world, case.name, id=f"{world} ranks-{case.name}", marks=[pytest.mark.long] if case.long_on(world) else []
     )
     for world in (1, 2, 3, 4, 8)
     for case in CASES.values()

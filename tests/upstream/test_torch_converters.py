@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as torch_dcp
-from support.upstream_readers import (
-    dcp_whole,
-    difference,
-    expected_of,
-    load,
-    path_of,
-)
+from support.upstream_readers import dcp_whole, difference, expected_of, load, path_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from ckpttool import convert

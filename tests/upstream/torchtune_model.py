@@ -64,10 +64,7 @@ config = {
         "num_warmup_steps": 2,
     },
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-    "metric_logger": {
-        "_component_": "torchtune.training.metric_logging.DiskLogger",
-        "log_dir": "${output_dir}/logs",
-    },
+    "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"},
     **dict.fromkeys(("seed", "max_steps_per_epoch", "clip_grad_norm")),
     **dict.fromkeys(("resume_from_checkpoint", "optimizer_in_bwd", "compile", "log_peak_memory_stats"), False),
     **dict.fromkeys(("epochs", "gradient_accumulation_steps"), 1),

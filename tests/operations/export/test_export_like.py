@@ -299,10 +299,7 @@ def in_house(layers: int, *, is_fused: bool) -> tuple[State, State]:
     own, released = {}, {}
     for layer in range(layers):
         begin, end = f"trunk.{layer}", f"decoder.layers.{layer}"
-        for here, there, shape in (
-            ("ffn.down_proj", "mlp.down_proj", (8, 20)),
-            ("scale", "norm", (8,)),
-        ):
+        for here, there, shape in (("ffn.down_proj", "mlp.down_proj", (8, 20)), ("scale", "norm", (8,))):
             value = torch.randn(*shape, generator=generator)
             own[f"{begin}.{here}.weight"] = released[f"{end}.{there}.weight"] = value
         gate, up = (torch.randn(20, 8, generator=generator) for _ in range(2))

@@ -32,8 +32,7 @@ def load(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[Any, list[str]
 
 
 @pytest.mark.parametrize(
-    ("mode", "family", "kind"),
-    [pytest.param(*case, marks=() if case in SHORT else pytest.mark.long) for case in ALL],
+    ("mode", "family", "kind"), [pytest.param(*case, marks=() if case in SHORT else pytest.mark.long) for case in ALL]
 )
 def test_what_was_trained_is_loaded_bit_for_bit(
     mode: str, family: str, kind: str, trained: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -203,10 +203,7 @@ def test_experts_that_are_stacked_are_files_of_their_own(tmp_path: Path) -> None
 def test_a_map_of_ones_own(tmp_path: Path) -> None:
     values = torch.arange(24.0).view(2, 4, 3)
     torch.save({"blocks.0.w": values, "blocks.0.other": values[0], "old": values[1]}, tmp_path / "a.pt")
-    rules = [
-        {"from": "blocks.{n}.w", "to": ["layer.{n}.{e}.a", "layer.{n}.{e}.b"]},
-        {"from": "old", "to": None},
-    ]
+    rules = [{"from": "blocks.{n}.w", "to": ["layer.{n}.{e}.a", "layer.{n}.{e}.b"]}, {"from": "old", "to": None}]
     (tmp_path / "map.json").write_text(json.dumps({"name": "mine", "rules": rules}))
     made = ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -23,9 +23,7 @@ from ckpttool.errors import UsageError
 from ckpttool.operations.inspect import inspect
 from ckpttool.transfer.numbers import has_numbers
 
-EVERYDAY = {
-    *("dcp/fsdp2_w4", "dcp/dtypes", "torch/full", "torch/quantized", "rank/fsdp1_w4", "safetensors/sharded"),
-}
+EVERYDAY = {*("dcp/fsdp2_w4", "dcp/dtypes", "torch/full", "torch/quantized", "rank/fsdp1_w4", "safetensors/sharded")}
 OTHERS = ["bitsandbytes_nf4", "compressed_tensors_nvfp4_pack", "megatron_torch_dist_tp2", "peft_dora", "torchao_int8"]
 DCP = CHECKPOINTS / "dcp/fsdp2_w4/ckpt"
 Array = np.ndarray[Any, Any]

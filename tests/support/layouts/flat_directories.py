@@ -75,11 +75,7 @@ def dcgan(step: Step) -> None:
 def basicsr(step: Step) -> None:
     (name, g), (_, d) = pair(step, ("net_g", "net_d"))
     averaged = roles.ema(g.ema.state_dict(), name)
-    step.torch(
-        f"models/net_g_{step.number}.pth",
-        params=roles.model(g.model.state_dict(), name),
-        params_ema=averaged,
-    )
+    step.torch(f"models/net_g_{step.number}.pth", params=roles.model(g.model.state_dict(), name), params_ema=averaged)
     step.torch(f"models/net_d_{step.number}.pth", params=roles.model(d.model.state_dict(), "net_d"))
     step.torch(
         f"training_states/{step.number}.state",

@@ -88,9 +88,7 @@ def fairseq(step: Step) -> None:
         cfg=roles.config({"task": {"_name": "translation"}, "optimization": configs.options()}),
         model=roles.model(half(one.model.state_dict())),
         criterion=roles.other({}),
-        optimizer_history=[
-            roles.progress({**history, "lr_scheduler_state": {"best": 2.5}}),
-        ],
+        optimizer_history=[roles.progress({**history, "lr_scheduler_state": {"best": 2.5}})],
         task_state=roles.other({}),
         extra_state={
             "train_iterator": roles.dataloader({"epoch": 1, "iterations_in_epoch": step.number, "shuffle": True}),

@@ -343,11 +343,7 @@ def skyrl(step: Step) -> None:
         step.torch(f"{folder}/optimizer_state.pt", roles.optimizer(one.optimizer.state_dict(), folder))
         step.torch(f"{folder}/lr_scheduler_state.pt", roles.scheduler(one.scheduler.state_dict(), folder))
     step.torch("data.pt", roles.dataloader(loader_state(step.number)))
-    step.torch(
-        "trainer_state.pt",
-        global_step=roles.progress(step.number),
-        config=roles.config(configs.options()),
-    )
+    step.torch("trainer_state.pt", global_step=roles.progress(step.number), config=roles.config(configs.options()))
 
 
 @layout("Lightning-AI/litgpt", "directory", "out/step-{step:08d}")

@@ -229,11 +229,7 @@ def module_and_disabled_scaler(step: Step) -> None:
     step.torch("optimizer.pt", roles.optimizer(one.optimizer.state_dict()))
     step.torch("scaler.pt", roles.scaler(torch.amp.GradScaler("cpu", enabled=False).state_dict()))
     step.torch("args.pt", roles.config(configs.arguments()))
-    step.torch(
-        "progress.pt",
-        step=roles.progress(torch.tensor([step.number])),
-        history=roles.metrics([1.5, 1.25]),
-    )
+    step.torch("progress.pt", step=roles.progress(torch.tensor([step.number])), history=roles.metrics([1.5, 1.25]))
 
 
 @layout("loose/files without suffix", "directory", "{step}")
@@ -308,8 +304,6 @@ def ray_train_one_model(step: Step) -> None:
     one = language(step)
     step.torch("model.pt", roles.model(one.model.state_dict()))
     step.torch(
-        "extra_state.pt",
-        optimizer=roles.optimizer(one.optimizer.state_dict()),
-        epoch=roles.progress(step.epoch),
+        "extra_state.pt", optimizer=roles.optimizer(one.optimizer.state_dict()), epoch=roles.progress(step.epoch)
     )
     step.has(step=step.number, epoch=step.epoch)
