@@ -390,7 +390,7 @@ def test_what_is_not_there(hub: Hub, text: str, said: str) -> None:
     assert raised.value.hint
 
 
-def test_who_may_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_read(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.make("org/secret", {"model.safetensors": large(1)}, private=True)
     ckpttool.inspect("hf://org/secret")
     monkeypatch.setenv("HF_TOKEN", READER)
@@ -399,7 +399,7 @@ def test_who_may_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RemoteError, match=r"the token is not valid.*401"):
         ckpttool.inspect("hf://org/secret")
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "absent"))
     with pytest.raises(RemoteError, match="no such repository, or you have no access"):
         ckpttool.inspect("hf://org/secret")
 

@@ -688,9 +688,9 @@ def test_the_token_is_told_to_nobody(
     check_told_to_nobody([*said, *capfd.readouterr()], log, tmp_path, hub)
 
 
-def test_without_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "absent"))
     with pytest.raises(RemoteError, match="there is no token") as raised:
         send(shards(1).outgoing(), "hf://me/model")
     assert "hf auth login" in str(raised.value.hint)
