@@ -63,6 +63,20 @@ class Causes:
         unseen = any("unseen" in one.get(name, {}) for one in (*self.before.tensors, *self.after.tensors))
         return was == now or unseen
 
+    def _ranks(self, names: Collection[str]) -> list[int]:
+        """Return the ranks on which tensors differ."""
+        both = [(self.before.digests(name), self.after.digests(name)) for name in names]
+        return [rank for rank in range(self.world) if any(was[rank] != now[rank] for was, now in both)]
+
+    def _on(self, ranks: Collection[int]) -> str:
+        """Return on which ranks something differs; "" if it does on all, or if whole tensors are compared."""
+        is_on_all = len(ranks) == self.world or self.before.has_whole
+        return "" if is_on_all else f" on rank {', '.join(map(str, ranks))}"
+
+    def _is_lacking(self, name: str) -> bool:
+        """Return whether a tensor that differs is not there."""
+        return all(self.after.digests(name)[rank] is None for rank in self._ranks([name]))
+
     def _of_kind(self, kind: str) -> list[str]:
         return [name for name in self.differing if self.before.kinds[name] == kind]
 
@@ -118,7 +132,8 @@ class Causes:
             is_all = len(own) == len(every) and kind == "weight"
             differ = f"{len(own):,} of {plural(len(every), 'tensor')} differ" if len(every) > 1 else "it differs"
             how = instead or ("" if is_all else f"{differ} {self.when}")
-            message = f"{'the ' if is_all else ''}weights {of} were not restored{'' if is_all else f' ({some(own)})'}"
+            message = f"{'the ' if is_all else ''}weights {of} were not restored{self._on(self._ranks(own))}"
+            message += "" if is_all else f" ({some(own)})"
             of_kind = "weights not restored" if kind == "weight" else OTHER_MODULE
             yield self._finding(of_kind, f"{message}: {how}" if how else f"{message} {self.when}", own)
 
@@ -129,13 +144,14 @@ class Causes:
             return ""
         if before.kind(name) != after.kind(name):
             return f"{after.kind(name)} and not {before.kind(name)}"
-        if self.start is not None and self.start.digests(name) == after.digests(name):
+        ranks = self._ranks([name])
+        if self.start is not None and _at(self.start.digests(name), ranks) == _at(after.digests(name), ranks):
             return "they are as they were built"
-        if after.is_zero(name):
+        if after.is_zero(name, ranks):
             return f"they are zero {self.when}"
         for dtype in ("bfloat16", "float16"):
-            now = after.digests(name, dtype)[: self.world] if after.is_exact(name, dtype) else []
-            if any(now) and (self.again or before).digests(name, dtype)[: self.world] == now:
+            now = _at(after.digests(name, dtype), ranks) if after.is_exact(name, dtype) else []
+            if any(now) and _at((self.again or before).digests(name, dtype), ranks) == now:
                 return f"they were rounded to {dtype}"
         was = [before.shard(name, rank) for rank in range(before.world)]
         own = {rank: after.shard(name, rank) for rank in range(self.world)}
@@ -154,32 +170,36 @@ class Causes:
         return pairs, left
 
     def _buffers(self) -> Iterator[RunDifference]:
-        names = self._of_kind("buffer")
-        if self.before.forward is not None and self.after.forward is not None:
-            pairs = [*zip(self.before.buffers, self.after.buffers, strict=False)]
-            names = [name for name in names if any(one.get(name) != other.get(name) for one, other in pairs)]
-        if names:
+        pairs = [*zip(self.before.buffers, self.after.buffers, strict=False)]
+        differing = {name: self._ranks([name]) for name in self._of_kind("buffer")}
+        for name, on in differing.items():  # as they were before the forward pass, where that was seen
+            on[:] = [
+                rank for rank in on if not all(pairs[rank]) or pairs[rank][0].get(name) != pairs[rank][1].get(name)
+            ]
+        if names := [name for name, on in differing.items() if on]:
             verb = "was" if len(names) == 1 else "were"
-            message = f"{plural(len(names), 'buffer')} of the model {verb} not restored: {some(names)}"
+            on_ranks = self._on(sorted({rank for name in names for rank in differing[name]}))
+            message = f"{plural(len(names), 'buffer')} of the model {verb} not restored{on_ranks}: {some(names)}"
             yield self._finding("buffers not restored", message, names)
 
     def _state(self) -> Iterator[RunDifference]:
         """Yield what differs in the state of optimizers."""
         names = [name for name in self.differing if self.before.kinds[name].startswith("group")]
         every = [name for name, kind in self.before.kinds.items() if kind.startswith("group")]
-        lost = [name for name in names if name not in self.after.kinds or self.after.is_zero(name)]
-        missing = [name for name in names if name not in self.after.kinds]
+        missing = [name for name in names if self._is_lacking(name)]
+        lost = [name for name in names if name in missing or self.after.is_zero(name, self._ranks([name]))]
         counters = [name for name in names if is_counter(name) and name not in missing]
         moments = [name for name in names if not is_counter(name)]
         if names and (len(missing) == len(every) or (len(lost) == len(names) == len(every) and counters)):
             how = "it has no state" if missing else "its state is zero"
-            message = f"the optimizer was not loaded: {how} {self.when}"
+            message = f"the optimizer was not loaded{self._on(self._ranks(names))}: {how} {self.when}"
             yield self._finding("optimizer not loaded", message, names)
             return
         if missing:
             parameters = [*dict.fromkeys(map(_parameter, missing))]
             has = "has" if len(parameters) == 1 else "have"
-            message = f"the optimizer was loaded in part: {some(parameters)} {has} no state {self.when}"
+            on = self._on(self._ranks(missing))
+            message = f"the optimizer was loaded in part{on}: {some(parameters)} {has} no state {self.when}"
             yield self._finding("optimizer loaded in part", message, missing)
         moments = [name for name in moments if name not in missing]
         yield from self._counters(counters, every, alone=not moments)
@@ -190,14 +210,19 @@ class Causes:
         yield from self._moments(left, every)
 
     def _counters(self, names: list[str], every: list[str], *, alone: bool) -> Iterator[RunDifference]:
-        for (was, now), own in _grouped(names, lambda name: (self.before.number(name), self.after.number(name))):
+        for (was, now, on), own in _grouped(names, self._counts):
             if was is None or now is None:
                 continue
             of = "" if len(own) == sum(map(is_counter, every)) else f" of {some([_parameter(name) for name in own])}"
             rest = ", its moments were" if alone else ""
             values = f"{shown(now)} and not {shown(was)} {self.when}"
-            message = f"the step counters of the optimizer{of} were not restored{rest}: {values}"
+            message = f"the step counters of the optimizer{of} were not restored{on}{rest}: {values}"
             yield self._finding("step counters not restored", message, own, expected=was, found=now)
+
+    def _counts(self, name: str) -> tuple[Any, Any, str]:
+        """Return what a step counter was and is, and on which ranks."""
+        ranks = self._ranks([name])
+        return self.before.number(name, ranks), self.after.number(name, ranks), self._on(ranks)
 
     def _moments(self, names: list[str], every: list[str]) -> Iterator[RunDifference]:
         """Yield moments that were not restored, those of one kind and group together."""
@@ -214,7 +239,8 @@ class Causes:
                 which = some([*dict.fromkeys(map(_parameter, own))])
             origins = [] if instead else self._parameters_of(own)
             taken = f"they are those of {some(origins)}" if origins else instead or f"they differ {self.when}"
-            message = f"the moments of {which} were not restored ({', '.join(leaves)}): {taken}"
+            on = self._on(self._ranks(own))
+            message = f"the moments of {which} were not restored{on} ({', '.join(leaves)}): {taken}"
             yield self._finding("moments not restored", message, own)
 
     def _parameters_of(self, names: list[str]) -> list[str]:
@@ -240,10 +266,11 @@ class Causes:
         ]
         return sorted(found, key=lambda one: not isinstance(one[1], (int, float)))
 
-    def _on_any(self, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any]]:
-        """Return values that differ on any rank, with those of the first such rank."""
-        every = [one for rank in range(self.world) for one in self._changed(rank, belongs)]
-        return [*{one[0]: one for one in reversed(every)}.values()][::-1]
+    def _on_any(self, belongs: Callable[[str], bool]) -> list[tuple[str, Any, Any, str]]:
+        """Return values that differ on any rank, with those of the first such rank, and on which they do."""
+        every = {(rank, one[0]): one for rank in range(self.world) for one in self._changed(rank, belongs)}
+        ranks = {own: [rank for rank, name in every if name == own] for _, own in every}
+        return [(*every[on[0], name], self._on(on)) for name, on in ranks.items()]
 
     def _groups(self, *, is_lost: bool) -> Iterator[RunDifference]:
         """Yield hyperparameters, and numbers that an optimizer keeps beside its tensors."""
@@ -251,32 +278,33 @@ class Causes:
         # Of a parameter whose state is gone, its count is, too.
         gone = {_owner(name) for name in self.before.kinds.keys() - self.after.kinds.keys() if ".state." in name}
         groups = [one for one in groups if not (one[2] == _MISSING and _owner(one[0]) in gone)]
-        there = {_owner(name) for name in self.after.values[0]}
+        ranks = self.after.values[: 1 if self.after.has_whole else None]
+        there = set.intersection(*({*map(_owner, one)} for one in ranks))
         for own, _ in _grouped(groups, lambda one: _owner(one[0])):
             if ".param_groups." in own and own not in there:
                 message = f"parameter group {own.rpartition('.')[2]} of the optimizer is missing {self.when}"
                 yield self._finding("parameter group missing", message, [own])
         groups = [one for one in groups if ".param_groups." not in one[0] or _owner(one[0]) in there]
-        for name, was, now in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
+        for name, was, now, on in sorted(groups, key=lambda one: not one[0].endswith(".lr"))[:_LIMIT]:
             group, _, leaf = name.partition(".param_groups.")[2].partition(".")
             what = "the learning rate" if leaf == "lr" else f"`{leaf or name}`"
             root = name.partition(".")[0]
             of = f" of parameter group {group}{f' of `{root}`' if root != 'optimizer' else ''}" if group else ""
-            message = f"{what}{of} was not restored: {_values(now, was)} {self.when}"
+            message = f"{what}{of} was not restored{on}: {_values(now, was)} {self.when}"
             yield self._finding("hyper-parameter", message, [name], expected=was, found=now)
 
     def _of_the_run(self) -> Iterator[RunDifference]:
         """Yield schedulers, grad scalers, and what else a recipe keeps that is of no rank."""
-        for root in dict.fromkeys(name.partition(".")[0] for name in self.before.values[0]):
+        for root in dict.fromkeys(name.partition(".")[0] for one in self.before.values for name in one):
             kind = self.before.part(root)
             if kind in ("optimizer", "dataloader"):
                 continue
             changed = self._on_any(lambda name, root=root: name.partition(".")[0] == root)  # type: ignore[misc]
             if kind == "scheduler":
                 changed = [one for one in changed if _leaf(one[0]) not in _ASIDE]
-            for name, was, now in changed[:1]:
+            for name, was, now, on in changed[:1]:
                 title = f"the {_TITLES.get(kind, kind)}" if kind != "other" else f"`{root}`"
-                message = f"{title} was not restored: `{name}` was {_values(now, was)} {self.when}"
+                message = f"{title} was not restored{on}: `{name}` was {_values(now, was)} {self.when}"
                 yield self._finding(f"{kind} not restored", message, [name], expected=was, found=now)
 
     def _loaders(self) -> Iterator[RunDifference]:
@@ -429,6 +457,10 @@ def _taken(what: str, origins: dict[int, int | None]) -> str:
     if len(origins) == 2 and [*origins] == [*origins.values()][::-1]:
         return f"those of ranks {' and '.join(map(str, origins))} are swapped"
     return ", ".join(f"rank {rank} has the {what} of rank {other}" for rank, other in origins.items())
+
+
+def _at(values: Sequence[T], ranks: Collection[int]) -> list[T]:
+    return [values[rank] for rank in ranks if rank < len(values)]
 
 
 def _values(now: Any, was: Any) -> str:

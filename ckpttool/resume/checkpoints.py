@@ -47,7 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str | None, out: str, kept: str) -> None:
-        self.pattern, self._written = pattern, patterns.WrittenFiles(kept) if pattern is None else None
+        self.pattern, self._written = pattern, patterns.WrittenFiles(kept, _is_whole) if pattern is None else None
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
@@ -58,6 +58,7 @@ class Checkpoints:
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._steps: dict[Fingerprint, int | None] = {}
         self._ended = False
+        self.last: int | None = None  # the last step of a run that was ended: of later ones it may not have saved all
 
     @property
     def pattern(self) -> str | None:
@@ -89,8 +90,19 @@ class Checkpoints:
         for snapshot in keep.snapshots(self.kept_in):
             if snapshot not in self._views:
                 self._views[snapshot] = self._view(snapshot)
-        kept = {step: path for step, (_, path) in self.kept.items()}
-        return dict(sorted({**self._in(self.out), **kept}.items()))
+        kept, there = {step: path for step, (_, path) in self.kept.items()}, self._in(self.out)
+        if (last := max(kept, default=None)) in there and _has_more(there[last], kept[last]):
+            kept[last] = there[last]  # another rank had begun to save it when it was kept
+        found = sorted({**there, **kept}.items())
+        return {step: path for step, path in found if self.last is None or step <= self.last}
+
+    def is_over(self, step: int, taken: int) -> bool:
+        """Return whether the checkpoint of a step has been saved on all ranks, when `taken` optimizer steps are: where
+        one of them is done with its step, it may have begun to save when another rank kept the directory."""
+        if step not in self.kept:
+            return not self.is_kept_by_run()
+        began = keep.moment(self.kept[step][0])
+        return bool(began < taken if began is not None else step < max(self.kept))
 
     def _infer(self, written: patterns.WrittenFiles) -> None:
         """Take the pattern of what was written so far; what was found by another is looked for anew."""
@@ -305,6 +317,12 @@ class Checkpoints:
             shutil.copytree(found[step], folder, copy_function=keep.place)
             keep.place(beside, os.path.join(folder, os.path.basename(beside)))
         return {**last, step: folder}
+
+
+def _has_more(now: str, before: str) -> bool:
+    """Return whether a checkpoint has all files of another one, and more."""
+    files, others = ({one[0] for one in fingerprint(path)} for path in (now, before))
+    return files > others
 
 
 def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:

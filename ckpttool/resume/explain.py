@@ -6,7 +6,7 @@ no optimizer holds, an average or a counter of the script, is found by what the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,10 +68,10 @@ class Explanation:
         before, after = self._after_save("A"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return []
-        lost = {before.digests(name)[0] for name in Causes(before, after, self.at + 1).differing}
+        lost = {one for name in Causes(before, after, self.at + 1).differing for one in before.digests(name)}
         names: list[str] = []
         if lost := lost - _digests(after):
-            others = {*map(digested, after.of_script("loose"))}
+            others = {digested(one) for rank in range(after.world) for one in after.of_script("loose", rank)}
             with SavedState(self._saved) as saved:
                 names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
         return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
@@ -80,11 +80,17 @@ class Explanation:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
         when it had saved the step, and B began with as A did."""
         states = self.hooked["A"].states.get(1), self._after_save("A"), self.hooked["B"].states.get(1)
-        start, was, now = (one.of_script("variables") if one is not None else {} for one in states)
-        own = set(states[1].of_script("own")) if states[1] is not None else set()
-        numbers = [one for one in sorted(own & start.keys() & now.keys()) if isinstance(was[one], (int, float, list))]
-        anew = [one for one in numbers if identity.same(start[one], now[one]) and not identity.same(was[one], now[one])]
-        return [one for one in anew if one not in self.report.not_loaded]
+        found: dict[str, list[int]] = {}
+        if (world := min((one.world if one is not None else 0) for one in states)) == 0:
+            return []
+        for rank in range(world):
+            start, was, now = (one.of_script("variables", rank) for one in states if one is not None)
+            own = {*(states[1] or states[0]).of_script("own", rank)}  # type: ignore[union-attr]
+            for one in sorted(own & start.keys() & now.keys() & was.keys()):
+                is_anew = identity.same(start[one], now[one]) and not identity.same(was[one], now[one])
+                if is_anew and isinstance(was[one], (int, float, list)) and one not in self.report.not_loaded:
+                    found.setdefault(one, []).append(rank)
+        return [f"{one}{_of_ranks(ranks, world)}" for one, ranks in found.items()]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -188,7 +194,7 @@ class Explanation:
         before, after = self._after_save("A") or self._after_save("A2"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return []
-        lost = _lost(before, after)
+        lost = [_lost(before, after, rank) for rank in range(min(before.world, after.world))]
         values = _values(self._saved, lost, after)
         judged = {*self.report.unproven, *(names if names is not None else {*values} - {*self.report.unjudged})}
         found = _not_restored(values, judged, lost, before, after, self.at, are_named=names is None)
@@ -199,11 +205,12 @@ class Explanation:
         return found
 
 
-def _lost(before: RunState, after: RunState) -> dict[str, str]:
-    """Return the tensors that a script kept (`before`) and had not when it had resumed: in none of the variables that
-    had them, as far as they are there, or else nowhere. By what they are compared by, with dtype and shape."""
-    was, now = (one.of_script("variables") for one in (before, after))
-    others, held = {*after.of_script("loose")}, dict[str, list[Any]]()
+def _lost(before: RunState, after: RunState, rank: int) -> dict[str, str]:
+    """Return the tensors that the script of a rank kept (`before`) and had not when it had resumed: in none of the
+    variables that had them, as far as they are there, or else nowhere. By what they are compared by, with dtype and
+    shape."""
+    was, now = (one.of_script("variables", rank) for one in (before, after))
+    others, held = {*after.of_script("loose", rank)}, dict[str, list[Any]]()
     for name, text in was.items():
         # A dict may have been None before.
         place = name if name in now else name.partition(".")[0]
@@ -211,15 +218,16 @@ def _lost(before: RunState, after: RunState) -> dict[str, str]:
             held.setdefault(text, []).append(now[place])
     return {
         digested(text): text.partition("] ")[0]
-        for text in before.of_script("loose")
+        for text in before.of_script("loose", rank)
         if text not in held.get(text, others)
     }
 
 
-def _values(path: str, lost: Mapping[str, str], after: RunState) -> dict[str, Any]:
-    """Return the values that a checkpoint holds, and of its tensors those that are `lost`, as the hook records them of
-    a script: not those that a module or a generator has when a run has resumed (`after`)."""
-    there = _digests(after) | {*after.rng(0).values()}
+def _values(path: str, ranks: Sequence[Mapping[str, str]], after: RunState) -> dict[str, Any]:
+    """Return the values that a checkpoint holds, and of its tensors those that are lost on some of the `ranks`, as the
+    hook records them of a script: not those that a module or a generator has when a run has resumed (`after`)."""
+    there = _digests(after) | {state for rank in range(after.world) for state in after.rng(rank).values()}
+    lost = {text: kind for one in ranks for text, kind in one.items()}
     values, kinds = dict[str, Any](), {*lost.values()}
     with SavedState(path) as saved:
         for name, tensor in saved.every.items():
@@ -233,7 +241,7 @@ def _values(path: str, lost: Mapping[str, str], after: RunState) -> dict[str, An
 def _not_restored(
     values: Mapping[str, Any],
     judged: Collection[str],
-    tensors: Collection[str],
+    tensors: Sequence[Collection[str]],
     before: RunState,
     after: RunState,
     at: int,
@@ -242,34 +250,65 @@ def _not_restored(
     are_named: bool = False,
 ) -> list[tuple[list[str], str]]:
     """Return which of the values that were saved at step `at` a script had then (`before`), and not when it had resumed
-    (`after`); of tensors these. `of` is the file that has them. With `are_named`, a variable has the name of its
-    value."""
-    was, now = ({key: digested(v) for key, v in one.of_script("variables").items()} for one in (before, after))
-    changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
+    (`after`); of tensors these, by rank. `of` is the file that has them. With `are_named`, a variable has the name of
+    its value."""
     when = f"when step {at + 1} began"
-    lost = [name for name, text in values.items() if isinstance(text, str) and text in tensors]
-    verb = "were" if lost[1:] else "was"
-    them = "them" if lost[1:] else "it"
-    found = [(lost, f"{some(lost)}{of} {verb} not restored: run B did not have {them} {when}")] if lost else []
-    leaves = {key: key.rpartition(".")[2] for key in (*values, *changed)}
-    named = {leaves[key] for key in values}
-    for name in sorted(values.keys() & {*judged} - {*lost}):
-        value, leaf = values[name], leaves[name]
+    lost: dict[str, list[int]] = {}
+    others: dict[tuple[str, str], list[int]] = {}
+    for rank, own in enumerate(tensors):
+        for name in [one for one, text in values.items() if isinstance(text, str) and text in own]:
+            lost.setdefault(name, []).append(rank)
+        left = {name: value for name, value in values.items() if name in judged and rank not in lost.get(name, ())}
+        of_rank = [{key: digested(v) for key, v in one.of_script("variables", rank).items()} for one in (before, after)]
+        for name, how in _other_values(left, values, *of_rank, are_named=are_named):
+            others.setdefault((name, how), []).append(rank)
+    found: list[tuple[list[str], str]] = []
+    for ranks in dict.fromkeys(map(tuple, lost.values())):
+        names, on = (
+            [name for name, of_it in lost.items() if tuple(of_it) == ranks],
+            _of_ranks(ranks, len(tensors), "on"),
+        )
+        verb, them = ("were", "them") if names[1:] else ("was", "it")
+        found.append((names, f"{some(names)}{of} {verb} not restored{on}: run B did not have {them} {when}"))
+    for (name, how), ranks_of in others.items():
+        on = _of_ranks(ranks_of, len(tensors), "on")
+        found.append(([name], f"{some([name])}{of} was not restored{on}: {how} {when}"))
+    return found
+
+
+def _other_values(
+    values: Mapping[str, Any],
+    every: Mapping[str, Any],
+    was: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    are_named: bool,
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of values that a variable of a rank had (`was`), and has not (`now`), with what it has instead.
+    `every` are all values of the checkpoint."""
+    changed = {name for name in was.keys() & now.keys() if not identity.same(was[name], now[name])}
+    leaves = {key: key.rpartition(".")[2] for key in (*every, *changed)}
+    named = {leaves[key] for key in every}
+    for name, value in sorted(values.items()):
+        leaf = leaves[name]
         same = [one for one in changed if value is not None and identity.same(was[one], value)]
         is_element = are_named and any(part.isdecimal() for part in name.split("."))
         own = [one for one in same if leaves[one] == leaf and not is_element]
         # A variable that is called as another value is that one.
         same = [one for one in same if leaves[one] not in named]
         # A value that is no other's tells what it is, whatever it is called.
-        alike = [key for key in values.keys() & {*judged} if identity.same(values[key], value)]
+        alike = [key for key in values if identity.same(values[key], value)]
         is_alone = len(same) == len(alike) == 1
         is_unique = isinstance(value, float) or (is_alone and value not in (0, 1))
         own = own or (same if is_unique and not are_named else [])
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
-            values_of = f"{instead}{shown(now[one])} and not {shown(value)}"
-            found.append(([name], f"{some([name])}{of} was not restored: {values_of} {when}"))
-    return found
+            yield name, f"{instead}{shown(now[one])} and not {shown(value)}"
+
+
+def _of_ranks(ranks: Sequence[int], world: int, word: str = "of") -> str:
+    """Return of which ranks something is; "" if it is of all."""
+    return "" if len(ranks) == world else f" {word} rank {', '.join(map(str, ranks))}"
 
 
 def _before_forward(state: RunState, name: str) -> set[str]:

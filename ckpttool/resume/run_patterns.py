@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from posixpath import basename, dirname
 
@@ -30,10 +31,11 @@ Versions = Mapping[str, Mapping[str, int]]
 
 
 class WrittenFiles:
-    """What a run has written so far: its versions, from the snapshots of a keeper in the folder `kept`."""
+    """What a run has written so far: its versions, from the snapshots of a keeper in the folder `kept`. What is not
+    called as data often are is looked at: `is_whole` returns whether a file has weights."""
 
-    def __init__(self, kept: str) -> None:
-        self._kept, self._read = kept, set[str]()
+    def __init__(self, kept: str, is_whole: Callable[[str], bool]) -> None:
+        self._kept, self._read, self._is_whole = kept, set[str](), cache(is_whole)
         self.versions: dict[str, dict[str, int]] = {}
 
     def read(self, snapshots: Iterable[str]) -> bool:
@@ -56,7 +58,7 @@ class WrittenFiles:
     def _add(self, files: Iterable[tuple[str, str]]) -> None:
         number = len(self._read)
         for name, path in files:
-            if _DATA.fullmatch(basename(name)):
+            if _DATA.fullmatch(basename(name)) or self._is_whole(path):
                 self.versions.setdefault(name, {}).setdefault(path, number)
 
 

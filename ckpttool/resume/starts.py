@@ -321,21 +321,24 @@ class Starts:
         found, priced, until = self.seen[run.name], run.name != "A", self.report.until
         environment = self._environment(run.name, "hook", is_resumed=run.resumed_at is not None)
         with Process(run.command, run.log, environment) as process:
-            last, since, looked, hook = None, 0.0, 0, self._recording
+            last, since, looked, hook = None, 0.0, set[int](), self._recording
             for _ in self._while_running(process, run):
                 paths = found.find()
                 if not priced and (first := next(iter(paths.values()), None)) and not found.why_not(first):
                     self._price(nbytes(first))
                     priced = True
-                if not until and len(found.kept) > looked:
-                    looked = len(found.kept)
-                    if window.is_enough(found.began(), inject.events(hook), self.report.at or None, self.report.cross):
+                if not until and found.kept.keys() - looked:
+                    taken = inject.taken(hook)
+                    began = {step: number for step, number in found.began().items() if found.is_over(step, taken)}
+                    looked |= began.keys()
+                    if window.is_enough(began, inject.events(hook), self.report.at or None, self.report.cross):
+                        found.last = max(began)
                         return
                 step = next((step for step in paths if until and step >= until), None)
                 if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
                     continue
-                if found.is_kept_by_run() and step in found.kept:  # a step after it has begun
-                    return
+                if found.is_kept_by_run() and step in found.kept and found.is_over(step, inject.taken(hook)):
+                    return  # a step after it is done
                 if (now := fingerprint(paths[step])) != last:
                     last, since = now, time.monotonic()
                 elif time.monotonic() - since > _TIMEOUT:

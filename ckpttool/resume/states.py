@@ -10,7 +10,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,11 +34,12 @@ class RunState:
         self.kinds = {strip_wrappers(name): kind for one in ranks for name, kind in one["kinds"].items()}
         self.tensors = [_stripped(one["tensors"]) for one in ranks]
         self.values = [_stripped(one["values"]) for one in ranks]
-        self.shards = [_stripped(one["shards"]) for one in ranks] if "shards" in ranks[0] else self.tensors
+        self.has_whole = "shards" in ranks[0]
+        self.shards = [_stripped(one["shards"]) for one in ranks] if self.has_whole else self.tensors
         self.ties = [tuple(sorted(map(strip_wrappers, names))) for names in ranks[0].get("ties", ())]
-        forward = [one["forward"] for one in ranks]
-        self.forward: list[dict[str, Any]] | None = forward if all(forward) else None
-        self.buffers = [_stripped(one["buffers"]) if one else {} for one in forward]
+        # A rank that did not see in time that another one had saved has none.
+        self.forward: list[Record] = [one["forward"] or {} for one in ranks]
+        self.buffers = [_stripped(one.get("buffers", {})) for one in self.forward]
 
     def part(self, name: str) -> str:
         """Return the part of a training state that a tensor or a value belongs to."""
@@ -63,37 +64,40 @@ class RunState:
         found: str | None = self.shards[rank].get(name, {}).get("sha256")
         return found
 
-    def number(self, name: str) -> Any:
-        """Return the value of a tensor that is one number."""
-        return next((one[name]["value"] for one in self.tensors if "value" in one.get(name, {})), None)
+    def number(self, name: str, ranks: Collection[int] | None = None) -> Any:
+        """Return the value of a tensor that is one number, on the first of some ranks that has it."""
+        return next((one[name]["value"] for one in self._on(ranks) if "value" in one.get(name, {})), None)
 
     def kind(self, name: str) -> str:
         """Return the dtype and the shape of a tensor: `float32 [4, 4]`."""
         one: Record = next(one[name] for one in self.tensors if name in one)
         return f"{one['dtype']} {one['shape']}"
 
-    def is_zero(self, name: str) -> bool:
-        """Return whether all elements of a tensor are zero."""
-        return all(one[name].get("zero", False) for one in self.tensors if name in one)
+    def is_zero(self, name: str, ranks: Collection[int] | None = None) -> bool:
+        """Return whether all elements of a tensor are zero, on some ranks or on all."""
+        return all(one[name].get("zero", False) for one in self._on(ranks) if name in one)
+
+    def _on(self, ranks: Collection[int] | None) -> list[Record]:
+        return [one for rank, one in enumerate(self.tensors) if ranks is None or rank in ranks]
 
     def rng(self, rank: int) -> dict[str, str]:
         """Return the RNG states of a rank, before the forward pass if that was seen."""
-        found: dict[str, str] = (self.forward or self.ranks)[rank]["rng"]
+        found: dict[str, str] = (self.forward[rank] or self.ranks[rank])["rng"]
         return found
 
     def words(self, rank: int, kind: str) -> Any:
         """Return the words of a generator before the forward pass, see `generators`; None where that was not seen."""
-        found = self.forward[rank] if self.forward and rank < self.world else {}
-        return found.get("words", {}).get(kind)
+        return self.forward[rank].get("words", {}).get(kind) if rank < self.world else None
 
-    def of_script(self, key: str) -> Any:
-        """Return what the script of rank 0 kept beside modules and optimizers: its `loose` tensors, its `variables`."""
-        return ((self.forward or [{}])[0] or {}).get(key) or {}
+    def of_script(self, key: str, rank: int) -> Any:
+        """Return what the script of a rank kept beside modules and optimizers: `loose` tensors, its `variables`, and
+        which of them are its `own`."""
+        return self.forward[rank].get(key) or {}
 
     def drawn(self, rank: int) -> set[str]:
         """Return the generators from which the step drew in its forward pass; all of them where that was not seen."""
         later: dict[str, str] = self.ranks[rank]["rng"]
-        return {kind for kind, was in self.rng(rank).items() if self.forward is None or later.get(kind) != was}
+        return {kind for kind, was in self.rng(rank).items() if not self.forward[rank] or later.get(kind) != was}
 
     def batch(self, rank: int) -> Any:
         """Return the batch of a rank in the step that began."""
@@ -187,7 +191,10 @@ def read(folder: str) -> dict[int, RunState]:
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
         for record in documents(path):
             found.setdefault(record.get("number", record["step"]), {})[record["rank"]] = record
-    return {number: RunState([ranks[rank] for rank in sorted(ranks)]) for number, ranks in found.items()}
+    # What only some ranks recorded, as they saw a save that went on, is of no step of the run.
+    world = max(map(len, found.values()), default=0)
+    whole = {number: ranks for number, ranks in found.items() if len(ranks) == world}
+    return {number: RunState([ranks[rank] for rank in sorted(ranks)]) for number, ranks in whole.items()}
 
 
 def documents(path: str) -> Iterator[dict[str, Any]]:

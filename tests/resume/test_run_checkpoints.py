@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support import forked_command
 
 from ckpttool.resume.checkpoints import Checkpoints, nbytes
+from ckpttool.resume.observe.site.keep import Keeper
 from ckpttool.resume.runs import run
+
+# The rank that is first with a step writes its file when the other one has not begun it.
+EARLY = """
+import os, sys, time, torch
+out, resume = sys.argv[1], sys.argv[2:]
+torch.manual_seed(0)
+model, step = torch.nn.Linear(2, 1), 0
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if resume:
+    saved = torch.load(resume[0] + "/state.pt")
+    model.load_state_dict(saved["model"])
+    step = saved["step"]
+while step < {steps}:
+    loss = model(torch.ones(3, 2) * step).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    step += 1
+    if step % 2 == 0:
+        os.makedirs(f"{{out}}/at-{{step}}", exist_ok=True)
+        torch.save({{"place": step}}, f"{{out}}/at-{{step}}/own.pt")
+    optimizer.step()
+    time.sleep(0.15)
+    if step % 2 == 0:
+        torch.save({{"model": model.state_dict(), "step": step}}, f"{{out}}/at-{{step}}/state.pt")
+"""
 
 
 def saved(path: Path) -> str:
@@ -82,6 +111,36 @@ def test_a_command_that_goes_on_for_ever_ends_after_a_later_checkpoint(
     words = ["sh", "-c", loop.format(shlex.quote(saved(tmp_path / "m.safetensors"))), "sh", "OUT"]
     with pytest.raises(Exception, match="no weight changes between step 2 and step 4"):
         run(words, at=2, until=5, checkpoints="OUT/{step}.safetensors", timeout=300.0)
+
+
+def test_what_another_rank_wrote_later_belongs_to_the_last_checkpoint(tmp_path: Path) -> None:
+    """The directory is kept where rank 0 begins a step: the other one may have begun to save that step."""
+    out, kept = tmp_path / "out", str(tmp_path / "kept")
+    found, keeper = Checkpoints("at-{step}", str(out), kept), Keeper(str(out), kept)
+    found.is_kept_by_run = lambda: True
+    for step in (1, 2):
+        (out / f"at-{step}").mkdir(parents=True)
+        save_file({"place": np.arange(3) + step}, out / f"at-{step}" / "own.safetensors")
+        keeper.keep(step)
+        saved(out / f"at-{step}" / "state.safetensors")
+    assert [*found.find()] == [1, 2]
+    assert (found.is_over(2, 2), found.is_over(2, 3)) == (False, True)
+    for checkpoint in found.find().values():
+        assert sorted(os.listdir(checkpoint)) == ["own.safetensors", "state.safetensors"]
+    assert found.find()[2] == str(out / "at-2")
+
+
+@pytest.mark.parametrize(("steps", "until"), [(8, 8), (1000, 6), (1000, None)])
+def test_a_run_is_not_ended_while_another_rank_saves(steps: int, until: int | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EARLY.format(steps=steps))
+    words, at = [sys.executable, str(script), "OUT"], None if until is None else 4
+    with forked_command.forked(str(tmp_path)):
+        told: Any = {"checkpoints": "OUT/at-{step}", "resume_with": "... {checkpoint}", "keep": tmp_path / "kept"}
+        report = run(words, at=at, until=until, **told)
+    assert report.verdict == "same", report.message
+    for step, path in report.runs[0].paths.items():
+        assert (step, sorted(os.listdir(path))) == (step, ["own.pt", "state.pt"])
 
 
 def test_the_file_beside_the_newest_checkpoint_is_put_to_each(tmp_path: Path) -> None:

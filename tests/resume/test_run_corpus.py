@@ -13,7 +13,14 @@ from support.resume_record import PAGE, recorded, with_table
 _STARTED = ("average beside:average",)
 _QUICK = (
     *("hidden state:bank", "stages:frozen", "unused:best weights", "turns", "twins", "async", "torn:torn moments"),
-    *("warm-up:average", "observers:successes", "schedule-free:patience not saved", "lazy:rate of an expert"),
+    *(
+        "values of ranks, ddp",
+        "values of ranks, ddp:skipped of rank 1",
+        "warm-up:average",
+        "observers:successes",
+        "schedule-free:patience not saved",
+        "lazy:rate of an expert",
+    ),
 )
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+from support import forked_command
 
 from ckpttool.resume.run_patterns import Versions, infer
+from ckpttool.resume.runs import run
 
 
 def once(*names: str) -> Versions:
@@ -46,3 +51,62 @@ def step_of(path: str) -> int | None:
 )  # fmt: skip
 def test_a_pattern_follows_from_what_was_written(versions: Versions, pattern: str | None) -> None:
     assert infer(versions, step_of, lambda path: path.startswith(("last", "best", "slot", "x@"))) == pattern
+
+
+TRAIN = """
+import io, os, sys, tarfile, zipfile, torch
+out, kind, resume = sys.argv[1], sys.argv[2], sys.argv[3:]
+torch.manual_seed(0)
+model, step = torch.nn.Linear(2, 1), 0
+optimizer = torch.optim.Adam(model.parameters())
+
+def packed(state):
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+def save(path, files):
+    if kind == "zip":  # as Stable-Baselines3 does
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+        return
+    with tarfile.open(path, "w") as archive:  # as NeMo does
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+def load(path, name):
+    if kind == "zip":
+        return torch.load(io.BytesIO(zipfile.ZipFile(path).read(name)))
+    return torch.load(io.BytesIO(tarfile.open(path).extractfile(name).read()))
+
+if resume:
+    model.load_state_dict(load(resume[0], "policy.pth"))
+    optimizer.load_state_dict(load(resume[0], "optimizer.pth"))
+    step = load(resume[0], "data.pth")["num_timesteps"]
+while step < 8:
+    loss = model(torch.ones(3, 2) * step).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    with zipfile.ZipFile(f"{{out}}/samples_{{step}}.zip", "w") as archive:
+        archive.writestr("a picture", b"\\x89PNG")
+    if step % 2 == 0:
+        files = {{"policy.pth": model.state_dict(), "optimizer.pth": optimizer.state_dict()}}
+        files["data.pth"] = {{"num_timesteps": step}}
+        save(f"{{out}}/rl_model_{{step}}_steps.{{kind}}", {{name: packed(one) for name, one in files.items()}})
+"""
+
+
+@pytest.mark.parametrize("kind", ["zip", "nemo"])
+def test_archives_with_weights_are_found_among_others(kind: str, tmp_path: Path) -> None:
+    """By what they hold: those of pictures are more, and called alike."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.format())
+    with forked_command.forked(str(tmp_path)):
+        report = run([sys.executable, str(script), "OUT", kind], at=4, until=8, resume_with="... {checkpoint}")
+    assert report.verdict == "same", report.message
+    assert [*report.runs[0].paths] == [2, 4, 6, 8]

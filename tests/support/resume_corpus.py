@@ -966,10 +966,51 @@ CORPUS = (
             Fault("file of rank 0 on all", "all ranks read the file of rank 0", r"rank 1"),
             Fault("generator of rank 1", "the generator of rank 1 not restored", r"data of rank 1"),
             Fault("torch rng of rank 1", "torch's RNG of rank 1 not restored", r"RNG state of rank 1"),
-            Fault("level of rank 1", "the curriculum of rank 1 reset", r"\blevel\b"),
+            Fault("level of rank 1", "the curriculum of rank 1 reset", r"\blevel` was not restored on rank 1"),
         ),
         launcher=_TORCHRUN,
         is_long=True,
+    ),
+    *(
+        Script(
+            f"values of ranks, {wrap}",
+            f"2 ranks with a queue, a mean, counters and generators of their own, {how}",
+            ("train_rank_values.py", "--wrap", wrap, "--out", "OUT"),
+            "OUT/at-{step}",
+            (
+                *(
+                    Fault(f"{name} of rank 1", what, cause, r"RNG state of rank 1" if name == "file" else "")
+                    for name, what, cause in (
+                        ("mean", "the running mean of rank 1 reset", r"mean` was not restored on rank 1"),
+                        ("skipped", "a counter of rank 1 reset", r"skipped` was not restored on rank 1"),
+                        ("best", "the best loss of rank 1 not loaded", r"best` was not restored on rank 1"),
+                        ("queue", "the queue of rank 1 begins anew", r"batch of rank 1"),
+                        ("place", "the place of rank 1 in the data reset", r"(batch|data) of rank 1"),
+                        ("noise", "the generator of rank 1 not restored", r"batch of rank 1"),
+                        ("torch", "torch's RNG of rank 1 not restored", r"RNG state of rank 1 differs \(torch"),
+                        ("file", "nothing of its own restored on rank 1", r"data of rank 1 restarted"),
+                        ("moments", "first moments zeroed on rank 1", r"moments.*on rank 1 \(exp_avg\).*zero"),
+                        ("scheduler", "the scheduler not loaded on rank 1", r"scheduler was not restored on rank 1"),
+                        ("rate", "the learning rate reset on rank 1", r"learning rate.*on rank 1"),
+                        ("buffer", "a buffer of rank 1 zeroed", r"buffer.*on rank 1"),
+                        ("mode", "rank 1 trains in eval mode", r"model was not restored on rank 1.*mode"),
+                    )
+                ),
+                Fault(
+                    "of rank 0 on all",
+                    "all ranks get what rank 0 kept",
+                    r"rank 1 has the batch of rank 0",
+                    r"RNG.*rank 1",
+                ),
+            ),
+            launcher=_TORCHRUN,
+            is_long=True,
+        )
+        for wrap, how in (
+            ("plain", "in one file that rank 0 gathers"),
+            ("ddp", "in a file of each rank"),
+            ("fsdp2", "in DCP's directory"),
+        )
     ),
     Script(
         "torn",

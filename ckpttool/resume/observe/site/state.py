@@ -95,11 +95,14 @@ class Recorder:
             generators = {"rng": rng(self._torch), "words": words(self._torch)}
             self._forward = {"buffers": buffers, **generators, **self._of_the_script(there, modules)}
 
-    def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> int:
-        """Record the state if the step that begins is one of those asked for, or something was saved before; return
-        which it is of the steps of all optimizers."""
-        step = self.counts[id(optimizer)] = self.counts.get(id(optimizer), 0) + 1
-        number = sum(self.counts.values())
+    def count_step(self, optimizer: Any) -> int:
+        """Count a step that begins, and return which it is of the steps of all optimizers."""
+        self.counts[id(optimizer)] = self.counts.get(id(optimizer), 0) + 1
+        return sum(self.counts.values())
+
+    def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> None:
+        """Record the state if the step that was counted is one of those asked for, or something was saved before."""
+        step, number = self.counts[id(optimizer)], sum(self.counts.values())
         if step > len(self._batches):
             self._batches.append(batch)
         if is_saved or step in self._left:
@@ -116,7 +119,6 @@ class Recorder:
             os.replace(f"{path}.tmp", path)
             self._called = []
         self._forward = self._there = None
-        return number
 
     # what lives in the process ----------------------------------------------------------------------------------------
 
@@ -127,7 +129,11 @@ class Recorder:
         stepped = {id(one.param_groups) for one in optimizers if id(one) in self.counts}
         there = there._replace(optimizers=[*{id(one.param_groups): one for one in optimizers}.values()])
         modules, names = self._named_modules(there)
-        values: dict[str, Any] = {f"{_MODEL}.training_mode": one.training for one in self._called}
+        values: dict[str, Any] = {}
+        for one in self._called:
+            modes = {name: each.training for name, each in one.named_modules()}
+            own = [name for name, mode in modes.items() if mode != modes[name.rpartition(".")[0]]]
+            values |= {f"{_MODEL}.training_mode": one.training, f"{_MODEL}.in_the_other_mode": _plain(own)}
         values[f"{_MODEL}.frozen"] = _plain(
             [n for n, one, kind in modules if kind == "weight" and not one.requires_grad]
         )
