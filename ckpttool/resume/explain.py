@@ -46,6 +46,10 @@ class Explanation:
         if first is not None and not first.has_tensors and all(one.part == "rng" for one in found):
             # What was drawn has changed no weight, and may be in no checkpoint.
             found = found if any(one.part == "rng" for one in first.findings) else []
+        if any(followed := [self._follows(one) for one in found]) and (
+            not all(followed) or self._of_the_script(names) or self._of_the_script(None)
+        ):
+            found = [one for one, follows in zip(found, followed, strict=True) if not follows]
         differed = [one.message for one in found]
         if first is not None:
             # The batch is another; where its loader is saved, its values say more.
@@ -61,6 +65,22 @@ class Explanation:
             of_script = [text for _, text in self._of_the_script(names) or self._of_the_script(None)]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
+
+    def _follows(self, finding: RunDifference) -> bool:
+        """Return whether a script has set a hyper-parameter, or weights, after the save and before its step began, both
+        times to other values than the saved ones: as a learning rate that follows from a count, and a first pass."""
+        name, (after, before) = finding.name or "", (self.hooked["B"].states.get(1), self._after_save("A"))
+        if finding.kind == "hyper-parameter":
+            saved = self._objects.get(name.partition(".")[2])
+            return saved is not None and not any(identity.same(saved, one) for one in (finding.expected, finding.found))
+        if finding.kind != "weights not restored" or after is None or before is None:
+            return False
+        # Of a shard, no checkpoint has the digest.
+        moments = [one for one, kind in after.kinds.items() if kind.startswith("group") and not is_counter(one)]
+        is_whole = any(_before_forward(after, one) & self._digests for one in moments if not after.is_zero(one))
+        weights = [one for one in Causes(before, after, self.at + 1).differing if before.kinds[one] == "weight"]
+        both = ({digest for one in weights for digest in state.digests(one)} for state in (before, after))
+        return is_whole and not any(digests <= self._digests for digests in both)
 
     def not_loaded(self) -> list[str]:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that

@@ -1012,6 +1012,112 @@ CORPUS = (
             ("fsdp2", "in DCP's directory"),
         )
     ),
+    *(
+        Script(style, what, ("train_habits.py", "--style", style, "--out", "OUT"), "OUT/h_{step}.pt", faults)
+        for style, what, faults in (
+            (
+                "sam",
+                "two passes for each step, the first as far as a mean of losses says",
+                of(
+                    "data",
+                    Fault("level", "the mean of losses reset", r"level"),
+                    Fault("rho", "how far the first pass goes reset", r"rho"),
+                    Fault("moments", "momentum zeroed", r"moments of the optimizer.*momentum_buffer.*zero"),
+                ),
+            ),
+            (
+                "lookahead",
+                "slow weights beside the optimizer",
+                of(
+                    "second moments",
+                    Fault("slow weights", "the slow weights begin at the initial ones", r"slow"),
+                    Fault("count", "the count of steps since they were met reset", r"\bcount\b"),
+                ),
+            ),
+            (
+                "tokens",
+                "a learning rate that warms up by tokens, a batch that grows",
+                of(
+                    "one batch on",
+                    Fault("tokens", "the count of tokens reset", r"tokens|learning rate"),
+                    Fault("batch size", "the size of the batch reset", r"size|batch"),
+                ),
+            ),
+            (
+                "memmap",
+                "a replay buffer in a file that is mapped into memory",
+                of(
+                    "optimizer",
+                    Fault("replay", "the replay buffer starts empty", r"replay|batch"),
+                    Fault("at", "its position reset", r"\bat\b|batch"),
+                ),
+            ),
+            (
+                "unfreeze",
+                "a part is frozen until a step, and a layer of it in eval mode",
+                of(
+                    "buffer",
+                    Fault("frozen", "the part is frozen again", r"frozen"),
+                    Fault("mode of a layer", "the layer is in eval mode again", r"mode"),
+                ),
+            ),
+            (
+                "buffers",
+                "a buffer that is not persistent, a generator that a module holds",
+                of(
+                    "one weight",
+                    Fault("scale", "the buffer begins anew", r"buffer.*scale"),
+                    Fault("noise of a module", "the generator of the module not restored", r"noise"),
+                ),
+            ),
+            (
+                "growing",
+                "a module is added at a step",
+                of(
+                    "moments of a group",
+                    Fault("names of the addition", "its weights under other names, `strict=False`", r"weights.*extra"),
+                    Fault("stale parameters", "made anew after the optimizer was loaded", r"extra"),
+                ),
+            ),
+            (
+                "swallowed",
+                "an error where it loads is a warning",
+                (Fault("error", "only the weights are loaded", r"optimizer was not loaded", r"RNG|data|batch"),),
+            ),
+            (
+                "best",
+                "the best weights and their loss",
+                (
+                    Fault("best weights", "the best weights are those that were saved", r"of_best"),
+                    Fault("resumed from the best", "training goes on from the best weights", r"weights", r"buffer"),
+                ),
+            ),
+            (
+                "norms",
+                "clips at a running norm of the gradients",
+                (
+                    Fault("running norm", "the running norm reset", r"norm"),
+                    Fault("steps left out", "a count reset", r"left_out"),
+                ),
+            ),
+            (
+                "scaled",
+                "a grad scaler that grows, a learning rate that restarts",
+                (
+                    Fault("growth interval", "the interval of its growth is another", r"grad scaler.*growth_interval"),
+                    Fault("restarts", "the restarts begin again", r"scheduler.*T_"),
+                ),
+            ),
+            (
+                "offloaded",
+                "moments that lie aside between the steps",
+                of(
+                    "step counters",
+                    Fault("offloaded", "what lay aside is not taken back", r"optimizer was not loaded"),
+                ),
+            ),
+        )
+    ),
     Script(
         "torn",
         "a save in a thread, of copies",

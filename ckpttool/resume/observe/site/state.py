@@ -157,6 +157,20 @@ class Recorder:
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": rng(self._torch), "forward": self._forward}
 
+    def _generators_of(self, modules: Iterable[Any]) -> dict[str, Any]:
+        """Return the generators that modules hold, whose attributes are searched no further."""
+        held = {f"{type(one).__name__}.{name}": each for one in modules for name, each in vars(one).items()}
+        return {name: one for name, one in held.items() if isinstance(one, self._torch.Generator)}
+
+    def _as_tensor(self, one: Any, most: int) -> Any:
+        """Return an array of at most so many bytes as a tensor, or the state of a generator; None for others."""
+        with suppress(Exception):  # of a dtype that torch has not
+            if isinstance(one, self._torch.Generator):
+                return one.get_state()
+            if type(one).__name__ == "ndarray" and one.nbytes <= most:
+                return self._torch.from_numpy(one)
+        return None
+
     def _of_the_script(self, there: _Living, modules: Sequence[tuple[str, Any, str]]) -> dict[str, Any]:
         """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
         the plain values of its variables and the gradients of parameters, by the names that they have there."""
@@ -186,15 +200,15 @@ class Recorder:
                 is_of_library = frame.f_code.co_filename.startswith(libraries)
                 own = own - {*frame.f_locals} if is_of_library else own | {*frame.f_locals}
             frame = frame.f_back
+        variables |= self._generators_of(there.modules)
         values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
         ends = type(sys), type, self._torch.nn.Module, self._torch.optim.Optimizer, self._torch.Tensor
         left_out, places = {*self.loaded}, deque((name, one, 0) for name, one in variables.items())
         while places:
             name, one, depth = places.popleft()
-            if type(one).__name__ == "ndarray" and id(one) not in loose and one.nbytes <= left:
-                with suppress(Exception):  # of a dtype that torch has not
-                    loose[id(one)] = spelt(self._torch, self._torch.from_numpy(one))
-                    left -= one.nbytes
+            if id(one) not in loose and (tensor := self._as_tensor(one, left)) is not None:
+                loose[id(one)] = spelt(self._torch, tensor)
+                left -= tensor.numel() * tensor.element_size()
             if id(one) in loose:
                 values[name] = loose[id(one)]
             elif isinstance(one, (list, deque)) and len(one) < _FEW:
