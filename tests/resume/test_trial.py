@@ -334,3 +334,61 @@ def test_a_recipe_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as caught:
         trial(tmp_path / "nowhere.py")
     assert "no such recipe" in caught.value.message
+
+
+DRAWN = """
+import os
+import random
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def build(mesh):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    return {{
+        "model": DistributedDataParallel(model),
+        "optimizer": torch.optim.Adam(model.parameters(), lr=1e-2),
+        "scale": Scale({scale}),
+    }}
+
+
+class Scale:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {{"steps": 0}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def step(state, i):
+    batch = torch.full((3, 4), 0.1 * i)
+    loss = (state["model"](batch) * state["scale"].value - 1).square().mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    return loss.item()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("scale", "verdict"),
+    [("2.0", "same"), ("random.random()", "differs"), ("1 + os.listdir({folder!r}).index('a')", "differs")],
+)
+def test_on_another_mesh_the_reference_run_has_other_seeds_and_lists_in_another_order(
+    scale: str, verdict: str, tmp_path: Path
+) -> None:
+    """What neither it nor B restores must not come out the same."""
+    (files := tmp_path / "files").mkdir()
+    for name in "abc":
+        (files / name).touch()
+    (path := tmp_path / "recipe.py").write_text(DRAWN.format(scale=scale.format(folder=str(files))))
+    order = os.listdir(files)
+    if "listdir" in scale and order.index("a") == 1:  # in the middle from both ends
+        (files / "d").touch()
+    report = trial(path, world=2, to_world=1, steps=2, more=2, gradients=False)
+    assert report.verdict == verdict, report.message

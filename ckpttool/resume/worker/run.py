@@ -93,7 +93,7 @@ def begin(index: int, first: int, job: Job, meeting: str) -> None:
     if len(temporary := os.path.join(job.folder, "tmp")) <= LONGEST:
         os.makedirs(temporary, exist_ok=True)
         os.environ["TMPDIR"], tempfile.tempdir = temporary, None
-    if job.load is not None:
+    if job.load is not None and not job.natively:
         list_backwards()
     with (
         open(os.path.join(job.folder, f"rank{rank}.log"), "wb") as log,
