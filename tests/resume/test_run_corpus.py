@@ -14,7 +14,6 @@ _STARTED = ("average beside:average",)
 _QUICK = (
     *("hidden state:bank", "stages:frozen", "unused:best weights", "turns", "twins", "async", "torn:torn moments"),
     *(
-        "values of ranks, ddp",
         "values of ranks, ddp:skipped of rank 1",
         "warm-up:average",
         "observers:successes",
