@@ -10,16 +10,18 @@ G_A.pth G_B.pth model.pt ema.pt          the same tensors, and parts of one chec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Entry, Object, Tensor
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.models import is_averaged
-from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in
+from ckpttool.catalogue.step_names import MEASURED, WORDS, pattern_of, places_of, step_in
+from ckpttool.errors import UsageError
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
 from ckpttool.serialization.directory import Directory
+from ckpttool.storage.stores import Location
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
@@ -56,6 +58,34 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
         of = tuple(names)
         listed.append(RunCheckpoint(name, at, None, nbytes, None, catalogue.format, None, of, (), is_newest))
     return runs.with_newest(directory, listed) if listed else None
+
+
+def check_one_step(location: Location, folder: Location, names: Collection[str], catalogue: Catalogue) -> None:
+    """Raise UsageError if what a pattern names in a folder is of several steps of a run: one model, of which a word
+    says that it is of a step, or with an optimizer each. A number alone may be that of an expert."""
+    places = {name.rstrip("/"): place for name, place in places_of(names).items()}
+    components: list[Mounted] = catalogue.facts.get("components", [])
+    named = {one.root: name for one in components for name in places if f"{one.name}/".startswith(f"{name}/")}
+    parts.assign(catalogue)
+    tensors: dict[Path, list[Tensor]] = defaultdict(list)
+    for tensor in catalogue.tensors if len({places[name] for name in named.values()}) > 1 else ():
+        if (root := deepest(tensor.path, named)) is not None:
+            tensors[root].append(tensor)
+    steps: dict[object, set[tuple[int, ...]]] = defaultdict(set)
+    for root, own in tensors.items():
+        name = named[root]
+        model = [entry for entry in own if entry.part.kind == "model"]
+        is_said = step_in(name.rpartition("/")[2], WORDS) is not None
+        if is_said or (model and any(entry.part.kind == "optimizer" for entry in own)):
+            form = frozenset((entry.path[len(root) :], entry.shape) for entry in model or own)
+            steps[form].add(places[name].order)
+    of_steps = max(steps.values(), key=len, default=set[tuple[int, ...]]())
+    if len(of_steps) > 1:
+        newest = [name for name, place in places.items() if place.order == max(of_steps)]
+        pattern = pattern_of(newest, places.keys() - {*newest}) if len(newest) > 1 else newest[0]
+        text = f"`{location}` names {len(of_steps)} checkpoints of a run, not one"
+        hint = f"for the newest alone, name `{folder / (pattern or newest[0])}`, or the run itself"
+        raise UsageError(text, hint=hint)
 
 
 def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:

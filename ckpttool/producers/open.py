@@ -112,7 +112,13 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
         folder = folder.parent
     directory = Directory(folder or local_path("."))
     names = [_below(folder, path) for path in matches]
-    return _open_step(directory, names, options, None)
+    source = _open_step(directory, names, options, None)
+    try:
+        alternatives.check_one_step(location, folder, names, source.catalogue)
+    except BaseException:
+        source.close()
+        raise
+    return source
 
 
 def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.paths import CHECKPOINTS
 
 import ckpttool
-from ckpttool.errors import CorruptError, DeniedError, ReadError
+from ckpttool.errors import CorruptError, DeniedError, ReadError, UsageError
 from ckpttool.serialization.directory import Directory
 
 
@@ -272,3 +272,36 @@ def test_a_single_tensor_has_the_name_of_its_file_beside_documents(tmp_path: Pat
     (folder / "ema" / "progress.json").write_text('{"step": 3}')
     found = converted(folder)
     assert found["ema"] == {"step": 3} and [len(one) for one in found["weights"]] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "newest", "of"),
+    [
+        ("step-100/state.pt step-200/state.pt", "step-*", "step-200", state),
+        ("model_epoch_1.pt model_epoch_2.pt", "model_*.pt", "model_epoch_2.pt", model),
+        ("G_step_5.pt D_step_5.pt G_step_10.pt D_step_10.pt", "*.pt", "*_step_10.pt", model),
+        ("checkpoint-10/state.pt checkpoint-20/state.pt", "checkpoint-*", "checkpoint-20", state),
+    ],
+)
+def test_a_pattern_of_several_steps_is_not_one_checkpoint(
+    names: str, pattern: str, newest: str, of: Any, tmp_path: Path
+) -> None:
+    save(tmp_path, names, of)
+    with pytest.raises(UsageError, match="names 2 checkpoints of a run") as caught:
+        ckpttool.convert(tmp_path / pattern, tmp_path / "out.pt")
+    assert f"`{tmp_path / newest}`" in str(caught.value.hint)
+    every = {file.name for file in ckpttool.inspect(tmp_path / newest).files}
+    assert len(every) == (2 if "*" in newest else 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        ("G_step_5.pt D_step_5.pt", "*_step_5.pt"),
+        ("expert_1.pt expert_2.pt expert_3.pt", "expert_*.pt"),
+        ("G_100.pt G_200.pt", "G_*.pt"),
+    ],
+)
+def test_a_pattern_of_parts_is_one_checkpoint(names: str, pattern: str, tmp_path: Path) -> None:
+    save(tmp_path, names, model)
+    assert {file.name for file in ckpttool.inspect(tmp_path / pattern).files} == {*names.split()}
