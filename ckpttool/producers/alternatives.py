@@ -61,8 +61,7 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
 
 
 def check_one_step(location: Location, folder: Location, names: Collection[str], catalogue: Catalogue) -> None:
-    """Raise UsageError if what a pattern names in a folder is of several steps of a run: one model, of which a word
-    says that it is of a step, or with an optimizer each. A number alone may be that of an expert."""
+    """Raise UsageError if a pattern names several steps of a run: of one model, by a word or an optimizer in each."""
     places = {name.rstrip("/"): place for name, place in places_of(names).items()}
     components: list[Mounted] = catalogue.facts.get("components", [])
     named = {one.root: name for one in components for name in places if f"{one.name}/".startswith(f"{name}/")}
@@ -73,19 +72,16 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
             tensors[root].append(tensor)
     steps: dict[object, set[tuple[int, ...]]] = defaultdict(set)
     for root, own in tensors.items():
-        name = named[root]
-        model = [entry for entry in own if entry.part.kind == "model"]
-        is_said = step_in(name.rpartition("/")[2], WORDS) is not None
-        if is_said or (model and any(entry.part.kind == "optimizer" for entry in own)):
-            form = frozenset((entry.path[len(root) :], entry.shape) for entry in model or own)
-            steps[form].add(places[name].order)
+        model, kinds = [e for e in own if e.part.kind == "model"], {e.part.kind for e in own}
+        is_said = step_in(named[root].rpartition("/")[2], WORDS) is not None  # a number may be of an expert
+        if is_said or {"model", "optimizer"} <= kinds:
+            steps[frozenset((e.path[len(root) :], e.shape) for e in model or own)].add(places[named[root]].order)
     of_steps = max(steps.values(), key=len, default=set[tuple[int, ...]]())
     if len(of_steps) > 1:
         newest = [name for name, place in places.items() if place.order == max(of_steps)]
         pattern = pattern_of(newest, places.keys() - {*newest}) if len(newest) > 1 else newest[0]
-        text = f"`{location}` names {len(of_steps)} checkpoints of a run, not one"
-        hint = f"for the newest alone, name `{folder / (pattern or newest[0])}`, or the run itself"
-        raise UsageError(text, hint=hint)
+        hint = f"name the newest, `{folder / (pattern or newest[0])}`, or the run itself"
+        raise UsageError(f"`{location}` names {len(of_steps)} checkpoints of a run, not one", hint=hint)
 
 
 def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:

@@ -6,18 +6,17 @@ A DCP directory has a manifest of its own (`formats.dcp.manifest`), which its in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, File
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.catalogue.entries import Catalogue
+from ckpttool.errors import CkptError
 from ckpttool.formats.dcp import manifest
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.archives import ArchiveStore
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.stores import Location
+from ckpttool.transfer import file_checksums
 
 CONFIG = "config.json"
 _TYPES = {"model_type": str, "architectures": list, "num_hidden_layers": int}
@@ -61,7 +60,7 @@ def annotate(root: Location, catalogue: Catalogue) -> None:
         others = {i: file.location for i, file in enumerate(catalogue.files) if not file.name.endswith(_OF_DCP)}
         own = {i: location.relative_to(folder) for i, location in others.items() if location.is_below(folder)}
         hint = f"take it from where the checkpoint was saved, or remove `{NAME}` if it was saved again"
-        for file in _compared(catalogue, own, listed.crcs, f"`{NAME}` beside it", hint):
+        for file in file_checksums.annotate(catalogue, own, listed.crcs, f"`{NAME}` beside it", hint):
             file.crcs_at = file.crcs_at or f"`{NAME}`"
 
 
@@ -69,34 +68,4 @@ def annotate_members(root: Location, catalogue: Catalogue) -> None:
     """Give each file in an archive the CRC-32 that a zip archive has of it, as `annotate` does."""
     crcs = root.store.crcs() if isinstance(root.store, ArchiveStore) else {}
     own = {i: file.location.key for i, file in enumerate(catalogue.files) if file.location.store is root.store}
-    hint = "take the archive from where the checkpoint was saved"
-    _compared(catalogue, own, crcs, "the archive", hint)
-
-
-def _compared(
-    catalogue: Catalogue, names: Mapping[int, str], crcs: Mapping[str, int | None], place: str, hint: str
-) -> list[File]:
-    """Give files with tensors the CRC-32 that there is of their names, by number, and return them; of others, add a
-    fault if it is not theirs."""
-    with_tensors = {number for tensor in catalogue.tensors for number in tensor.chunks.file}
-    given = []
-    for number, name in names.items():
-        file, crc = catalogue.files[number], crcs.get(name)
-        if file.missing or file.scratch or crc is None or file.crc is not None:
-            continue
-        if number in with_tensors:
-            file.crc = crc
-            given.append(file)
-        elif (found := crc_of(file.location.fill, 0, file.size)) != crc:
-            catalogue.faults.append(_fault(file, found, crc, place, hint))
-    return given
-
-
-def _fault(file: File, found: int, expected: int, place: str, hint: str) -> CorruptError:
-    return CorruptError(
-        f"`{file.name}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, or was changed",
-        hint=hint,
-        file=file.name,
-        found=f"{found:08x}",
-        expected=f"{expected:08x}",
-    )
+    file_checksums.annotate(catalogue, own, crcs, "the archive", "take it from where the checkpoint was saved")

@@ -262,7 +262,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             head = b""
             location.check_readable()
             head = location.head(_HEAD)
-            is_text = _is_text(head) or _is_vocabulary(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
+            is_text = other_files.is_text(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
             if formats.DATA_FILE.fullmatch(name) or not (is_text or other_files.is_of_no_state(head)):
                 detect(location)
             layout.assets.append(name)
@@ -271,20 +271,6 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             hint = error.hint if is_data or type(error) is not ReadError else _STATE
             hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
             layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
-
-
-def _is_vocabulary(name: str, head: bytes) -> bool:
-    """Return whether a file is a vocabulary of sentencepiece, which begins with its first piece."""
-    return name.endswith((".model", ".spm")) and head[:1] == b"\n"
-
-
-def _is_text(head: bytes) -> bool:
-    try:
-        text = head.decode()
-    except UnicodeDecodeError as error:
-        # The end of the head may be the middle of a character.
-        text = head[: error.start].decode() if error.start > len(head) - 4 else "\0"
-    return "\0" not in text
 
 
 # Roots ----------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,17 @@ def is_of_no_state(head: bytes) -> bool:
     return _NO_STATE.match(head) is not None
 
 
+def is_text(name: str, head: bytes) -> bool:
+    """Return whether a file begins as a text does, or is a vocabulary of sentencepiece, which begins with its first
+    piece."""
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        # The end of the head may be the middle of a character.
+        text = head[: error.start].decode() if error.start > len(head) - 4 else "\0"
+    return "\0" not in text or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
+
+
 def is_archive(head: bytes) -> bool:
     """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
     low = head.lower()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from math import prod
 
-from ckpttool.catalogue.entries import Catalogue, Record, Tensor
+from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import CorruptError
 from ckpttool.storage.archives import ArchiveStore
@@ -26,6 +26,35 @@ from ckpttool.transfer.threads import Work, on_threads
 CrcOf = Callable[[str, int, int], int]
 _SHORT = 64 << 10  # bytes; to read records again that are shorter takes less time than to put their checksums together
 _WIDTH = 5
+
+
+def annotate(
+    catalogue: Catalogue, names: Mapping[int, str], crcs: Mapping[str, int | None], place: str, hint: str
+) -> list[File]:
+    """Give each file with tensors the CRC-32 that `place` has of its name, and return them. Those without tensors were
+    read to open them: another CRC-32 of one is a fault, with a hint. `names` are by the numbers of the files."""
+    with_tensors = {number for tensor in catalogue.tensors for number in tensor.chunks.file}
+    given = []
+    for number, name in names.items():
+        file, crc = catalogue.files[number], crcs.get(name)
+        if file.missing or file.scratch or crc is None or file.crc is not None:
+            continue
+        if number in with_tensors:
+            file.crc = crc
+            given.append(file)
+        elif (found := crc_of(file.location.fill, 0, file.size)) != crc:
+            catalogue.faults.append(_differs(file.name, found, crc, place, hint))
+    return given
+
+
+def _differs(file: str, found: int, expected: int, place: str, hint: str) -> CorruptError:
+    return CorruptError(
+        f"`{file}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, or was changed",
+        hint=hint,
+        file=file,
+        found=f"{found:08x}",
+        expected=f"{expected:08x}",
+    )
 
 
 class WholeFiles:
@@ -113,14 +142,8 @@ class WholeFiles:
         found = pieces.crc(whole, lambda offset, nbytes: crc_of(file.location, offset, nbytes))
         if found != expected:
             place = "the archive" if isinstance(file.location.store, ArchiveStore) else "the manifest beside it"
-            raise CorruptError(
-                f"`{file.location}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, "
-                "or was changed",
-                hint="`ckpttool verify` says what is wrong; take the file from where the checkpoint was saved",
-                file=file.location,
-                found=f"{found:08x}",
-                expected=f"{expected:08x}",
-            )
+            hint = "`ckpttool verify` says what is wrong; take the file from where the checkpoint was saved"
+            raise _differs(file.location, found, expected, place, hint)
 
 
 def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads: int) -> None:
