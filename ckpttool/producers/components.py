@@ -247,7 +247,6 @@ DCP_FILE = r"\.metadata|__\d+\.metadata|.*\.distcp"
 WHOLE = rf"{DCP_FILE}|ckpttool\.json"  # of a directory that is one checkpoint, whatever else lies in it
 DCP_FILES = Pattern(rf"{DCP_FILE}|\.metadata\.tmp|__\d+\.metadata\.tmp|\.metadata\.bck", kind="ignored")
 
-
 # Of the weights of a model of transformers.
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 

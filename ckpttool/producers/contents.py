@@ -278,7 +278,8 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
 
 def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
     """Give each component its root: the folders and the stem of its name, the keys of which nothing else has."""
-    holders = [c for c in layout.components if not _is_document(c)]
+    documents = (".json", ".yaml", ".yml", ".txt")
+    holders = [c for c in layout.components if _INDEX.fullmatch(c.name) or not c.name.endswith(documents)]
     alone = holders[0] if len({stem(c, step) for c in holders}) == 1 and not beside else None
     in_folder: dict[Path, set[Path]] = defaultdict(set)
     for component in layout.components:
@@ -296,10 +297,6 @@ def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
             root = (*root[:-1], component.name.rpartition("/")[2].replace("*", ""))
         taken.setdefault(root, component)
         layout.components[i] = replace(component, root=root)
-
-
-def _is_document(component: Component) -> bool:
-    return component.name.endswith((".json", ".yaml", ".yml", ".txt")) and not _INDEX.fullmatch(component.name)
 
 
 def stem(component: Component, step: int | None = None) -> Path:

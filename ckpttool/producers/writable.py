@@ -46,14 +46,18 @@ def named(name: str) -> WritableLayout:
             return layout
     if name == SAME or local_path(name).exists():
         return _OF_SAME
+    text = f"no layout of a producer is called `{name}`"
     if name.lower() in formats.OF_TRANSFORMERS:
-        hint = "`ckpttool export` writes a model for transformers and vLLM"
-        raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
+        raise UsageError(text, hint="`ckpttool export` writes a model for transformers and vLLM")
+    if any(name == row.target for row in formats.CHECKPOINTS if row.create):
+        raise UsageError(text, hint=f"it is a format: `--to {name}`")
+    if read := [row.name for row in PRODUCERS if name.lower() in row.name.lower().split() and not row.writes]:
+        hint = "`--producer PATH` writes the layout of the checkpoint at PATH"
+        raise UsageError(f"the layout of {read[0]} is read, and not written by its name", hint=hint)
     if "/" in name:
         raise UsageError(f"`--producer {name}`: no such checkpoint", hint="name an existing one, whose layout is used")
     names = [*dict.fromkeys(layout.framework for layout in LAYOUTS), *(x.name for x in LAYOUTS if ":" in x.name)]
-    hint = meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}")
-    raise UsageError(f"no layout of a producer is called `{name}`", hint=hint)
+    raise UsageError(text, hint=meant(name, names, f"one of {', '.join(f'`{n}`' for n in names)}"))
 
 
 def choose(name: str, source: Catalogue, to_world: int | None) -> WritableLayout | Format:

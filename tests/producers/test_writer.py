@@ -318,6 +318,13 @@ def test_flags_that_do_not_go_with_verl(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_is_none(tmp_path: Path) -> None:
+    for name, row in (("lightning", "Lightning"), ("megatron", "Megatron Core"), ("OLMo", "OLMo"), ("torchtune",) * 2):
+        with pytest.raises(UsageError, match=f"the layout of {row} is read, and not written") as caught:
+            convert(path_of("rank/fsdp1_w2"), tmp_path / "x", producer=name)
+        assert "`--producer PATH`" in str(caught.value.hint)
+    with pytest.raises(UsageError, match="no layout of a producer is called `dcp`") as caught:
+        convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="dcp")
+    assert "`--to dcp`" in str(caught.value.hint)
     with pytest.raises(UsageError, match="no layout of a producer is called `acelerate`") as caught:
         convert(path_of("rank/fsdp1_w2"), tmp_path / "out", producer="acelerate")
     assert "accelerate" in str(caught.value.hint)
