@@ -88,9 +88,8 @@ def blocks(result: Batch, verbose: bool = False) -> Iterator[Block]:
         step = "" if item.step is None else str(item.step)
         rows.append([item.name, step, size(item.nbytes), Styled(item.state, style), *took, item.destination])
     says = [[item.message] if item.exit_code else [] for item in rest]
-    yield Table(
-        "checkpoints", columns, rows, plural(len(rest), "checkpoint"), limit=None if verbose else SHOWN, below=says
-    )
+    aside = plural(len(rest), "checkpoint") if rest else ""
+    yield Table("checkpoints", columns, rows, aside, limit=None if verbose else SHOWN, below=says)
 
 
 def _failure(item: Item) -> list[TextLike]:

@@ -19,7 +19,9 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import ALL_FAILED, INTERRUPTED, SOME_FAILED, CorruptError, OverwriteError, ReadError, UsageError
+from ckpttool.fleet.batch_result import blocks
 from ckpttool.fleet.share import Share, share_of
+from ckpttool.reports.report import Table
 from ckpttool.transfer.workers import Workers
 
 SMALL = {"to": "safetensors", "only": ["model"]}
@@ -97,6 +99,7 @@ def test_what_is_there_and_not_of_this_is_no_success(change: Callable[[], dict[s
     options = change()
     refused = ckpttool.batch("convert", "run7/step-5", "out/{step}", **options)
     assert (states(refused), refused.exit_code) == ({"step-5": "failed"}, ALL_FAILED)
+    assert [one.title for one in blocks(refused) if isinstance(one, Table) and (one.rows or one.aside)] == ["failed"]
     assert refused.items[0].exit_code == OverwriteError.exit_code
     there_all_the_same = ckpttool.batch("convert", "run7/step-5", "out/{step}", new=True, **options)
     assert states(there_all_the_same) == {"step-5": "present"}
