@@ -386,7 +386,9 @@ def _part_meant(name: str, known: Sequence[str], catalogue: Catalogue) -> str | 
         return f"one at a time: repeat the option, as in `--only {several[0]} --only {several[1]}`"
     pattern = f"{name.rstrip('.*')}.*"
     if any(entry.name.startswith(pattern[:-1]) for entry in catalogue.entries.values()):
-        return f"a name inside a part is for `--tensors '{pattern}'` and `--exclude '{pattern}'`"
+        return f"a name inside a part is for `--tensors '{pattern}'` of `convert`"
+    if any(entry.name == name for entry in catalogue.entries.values()):
+        return f"the name of a tensor is for `--tensors {name}` of `convert`"
     return None
 
 

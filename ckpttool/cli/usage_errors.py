@@ -193,9 +193,12 @@ def _pattern_meant(words: list[str]) -> str:
     there = [word for word in words if os.path.lexists(word)]
     if len(there) < 2:
         return ""
-    folder = os.path.dirname(there[0])
-    if folder and all(os.path.isdir(word) and os.path.dirname(word) == folder for word in there):
-        return f"; was it a pattern? Name one of them, or `{folder}` for the newest in it"
+    from ckpttool.catalogue.step_names import step_in
+
+    folder, steps = os.path.dirname(there[0]), {step_in(os.path.basename(word.rstrip("/"))) for word in there}
+    if len(steps) > 1 or all(map(os.path.isdir, there)):
+        is_run = folder and None not in steps and all(os.path.dirname(word) == folder for word in there)
+        return f"; was it a pattern? Name one of them{f', or `{folder}` for the newest in it' if is_run else ''}"
     folders, suffixes = {os.path.dirname(word) for word in there}, {os.path.splitext(word)[1] for word in there}
     pattern = os.path.join(*folders, f"*{suffixes.pop()}") if len(folders) == len(suffixes) == 1 else "*.pt"
     folder = next(iter(folders)) if len(folders) == 1 and folders != {""} else ""

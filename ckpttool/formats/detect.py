@@ -6,7 +6,7 @@ import re
 
 from ckpttool.catalogue.protocols import Format
 from ckpttool.errors import CkptError, ReadError
-from ckpttool.formats import CHECKPOINTS, FORMATS
+from ckpttool.formats import CHECKPOINTS, DATA_FILE, FORMATS
 from ckpttool.serialization import other_files
 from ckpttool.serialization.other_files import HEAD, INCOMPLETE, NOT_READ
 from ckpttool.storage import archives
@@ -52,9 +52,9 @@ def _unknown_file(location: Location) -> CkptError:
         return error
     head = location.head(HEAD)
     line = _as_text(head)
-    if line and len(head) < HEAD and line != "." and (location.parent / line).exists():
-        text = f"`{location}`: a text that names `{line}`"
-        return ReadError(text, hint=f"name that: `{location.parent / line}`", file=location)
+    named = location.parent / line if re.fullmatch(r"[^/.][^/]*", line) and len(head) < HEAD else None
+    if named is not None and (named.is_dir() or (DATA_FILE.fullmatch(line) and named.exists())):
+        return ReadError(f"`{location}`: a text that names `{line}`", hint=f"name that: `{named}`", file=location)
     shown = f"a text that begins `{cut(line, 40)}`"
     shown = shown if line else f"{size(location.size())} that begin with {head[:8].hex(' ')}"
     return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)

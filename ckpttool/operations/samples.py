@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -12,7 +12,7 @@ from ckpttool.analysis.result import Result
 from ckpttool.errors import OverwriteError, ReadError
 from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.storage.stores import Location, Outgoing, destination, locate
-from ckpttool.text import plural, size
+from ckpttool.text import plural, size, some
 
 if TYPE_CHECKING:
     import os
@@ -80,25 +80,27 @@ def samples(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Sa
     Raises OverwriteError if `directory` exists and is not to be replaced, or holds something else than samples,
     StorageError if it cannot be written.
     """
-    _check_is_samples(destination(str(directory)))
     outgoing, written = [], []
     for name, below in {**NAMES, **{name: name for name in SCRIPTS}}.items():
         source = _root() / below
         files = {f"{name}/{file}": source / file for file in source.below()} if source.is_dir() else {name: source}
         written.append(Sample(name, sum(file.size() for file in files.values())))
         outgoing += [Outgoing(target, file.size(), partial(_copy, file)) for target, file in files.items()]
+    _check_is_samples(destination(str(directory)), [one.name for one in outgoing])
     destination(str(directory)).publish(outgoing, overwrite=overwrite)
     return Samples(str(directory), written)
 
 
-def _check_is_samples(place: Location) -> None:
-    """Raise OverwriteError for what is no directory of samples: `--overwrite` would remove a run of the user's."""
+def _check_is_samples(place: Location, names: Collection[str]) -> None:
+    """Raise OverwriteError for a directory with other files than samples: `--overwrite` would remove those."""
     if place.is_remote or not (place.exists() or place.is_link()):
         return
-    known = {name.partition("/")[0] for name in (*NAMES, *SCRIPTS)}
-    names = set(place.names()) if place.is_dir() else {place.name}
-    if names and 2 * len(names & known) < len(known):
-        text = f"`{place}` exists and has no samples in it"
+    text = f"`{place}` exists and is no directory"
+    if place.is_dir():
+        first = {name.partition("/")[0] for name in names}
+        others = sorted({*place.below()}.difference(names) | {*place.names()}.difference(first))
+        text = f"`{place}` has what is no sample: {some(others, 3)}" if others else ""
+    if text:
         raise OverwriteError(text, hint="name a new directory", file=place)
 
 

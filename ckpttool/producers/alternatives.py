@@ -9,19 +9,22 @@ G_A.pth G_B.pth model.pt ema.pt          the same tensors, and parts of one chec
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.models import is_averaged
-from ckpttool.catalogue.step_names import MEASURED, WORDS, pattern_of, places_of, step_in
+from ckpttool.catalogue.step_names import MEASURED, WORDS, pattern_of, step_in
 from ckpttool.errors import UsageError
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
+
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
@@ -61,27 +64,34 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
 
 
 def check_one_step(location: Location, folder: Location, names: Collection[str], catalogue: Catalogue) -> None:
-    """Raise UsageError if a pattern names several steps of a run: of one model, by a word or an optimizer in each."""
-    places = {name.rstrip("/"): place for name, place in places_of(names).items()}
+    """Raise UsageError if a pattern names one model at several steps, as words in the names say. A number alone may be
+    that of an expert or of a trial."""
+    steps = {name.rstrip("/"): step for name in names if (step := _step_said(name)) is not None}
+    if len({*steps.values()}) < 2:
+        return
     components: list[Mounted] = catalogue.facts.get("components", [])
-    named = {one.root: name for one in components for name in places if f"{one.name}/".startswith(f"{name}/")}
+    named = {one.root: name for one in components for name in steps if f"{one.name}/".startswith(f"{name}/")}
     parts.assign(catalogue)
     tensors: dict[Path, list[Tensor]] = defaultdict(list)
-    for tensor in catalogue.tensors if len({places[name] for name in named.values()}) > 1 else ():
+    for tensor in catalogue.tensors:
         if (root := deepest(tensor.path, named)) is not None:
             tensors[root].append(tensor)
-    steps: dict[object, set[tuple[int, ...]]] = defaultdict(set)
+    found: dict[object, set[int]] = defaultdict(set)
     for root, own in tensors.items():
-        model, kinds = [e for e in own if e.part.kind == "model"], {e.part.kind for e in own}
-        is_said = step_in(named[root].rpartition("/")[2], WORDS) is not None  # a number may be of an expert
-        if is_said or {"model", "optimizer"} <= kinds:
-            steps[frozenset((e.path[len(root) :], e.shape) for e in model or own)].add(places[named[root]].order)
-    of_steps = max(steps.values(), key=len, default=set[tuple[int, ...]]())
+        form = frozenset((e.path[len(root) :], e.shape) for e in [e for e in own if e.part.kind == "model"] or own)
+        found[re.sub(r"\d+", "#", named[root]), form].add(steps[named[root]])
+    of_steps = max(found.values(), key=len, default=set[int]())
     if len(of_steps) > 1:
-        newest = [name for name, place in places.items() if place.order == max(of_steps)]
-        pattern = pattern_of(newest, places.keys() - {*newest}) if len(newest) > 1 else newest[0]
+        newest = [name for name, step in steps.items() if step == max(of_steps)]
+        pattern = pattern_of(newest, steps.keys() - {*newest}) if len(newest) > 1 else newest[0]
         hint = f"name the newest, `{folder / (pattern or newest[0])}`, or the run itself"
         raise UsageError(f"`{location}` names {len(of_steps)} checkpoints of a run, not one", hint=hint)
+
+
+def _step_said(name: str) -> int | None:
+    """Return the step of which a word in a path says that it is one: `step-5/model.pt`, `checkpoint-5`."""
+    said = (step_in(one, (*WORDS, _CHECKPOINT)) for one in reversed(name.rstrip("/").split("/")))
+    return next((step for step in said if step is not None), None)
 
 
 def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:

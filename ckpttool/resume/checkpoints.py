@@ -47,7 +47,7 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str | None, out: str, kept: str) -> None:
-        self.pattern, self._written = pattern, patterns.WrittenFiles(kept, _is_whole) if pattern is None else None
+        self.pattern, self._written = pattern, patterns.WrittenFiles(kept, _is_state) if pattern is None else None
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
@@ -343,6 +343,13 @@ def _is_whole(path: str) -> bool:
     """Return whether a file has the weights of a model, and not only what belongs to them."""
     with suppress(CkptError), opened(path) as source:
         return any(tensor.part.kind == "model" for tensor in source.catalogue.tensors)
+    return False
+
+
+def _is_state(path: str) -> bool:
+    """Return whether a file has a model and the state of its optimizer: a single tensor may be a sample."""
+    with suppress(CkptError), opened(path) as source:
+        return {"model", "optimizer"} <= {tensor.part.kind for tensor in source.catalogue.tensors}
     return False
 
 

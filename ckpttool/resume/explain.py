@@ -110,7 +110,8 @@ class Explanation:
                 is_anew = identity.same(start[one], now[one]) and not identity.same(was[one], now[one])
                 if is_anew and isinstance(was[one], (int, float, list)) and one not in self.report.not_loaded:
                     found.setdefault(one, []).append(rank)
-        return [f"{one}{_of_ranks(ranks, world)}" for one, ranks in found.items()]
+        seen = sum(1 for rank in range(world) if all(one is not None and one.forward[rank] for one in states))
+        return [f"{one}{_of_ranks(ranks, seen)}" for one, ranks in found.items()]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -283,15 +284,15 @@ def _not_restored(
         for name, how in _other_values(left, values, *of_rank, are_named=are_named):
             others.setdefault((name, how), []).append(rank)
     found: list[tuple[list[str], str]] = []
+    # A rank that did not see in time that another one had saved is not known to have restored anything.
+    seen = sum(1 for one, other in zip(before.forward, after.forward, strict=False) if one and other)
     for ranks in dict.fromkeys(map(tuple, lost.values())):
-        names, on = (
-            [name for name, of_it in lost.items() if tuple(of_it) == ranks],
-            _of_ranks(ranks, len(tensors), "on"),
-        )
+        names = [name for name, of_it in lost.items() if tuple(of_it) == ranks]
+        on = _of_ranks(ranks, seen, "on")
         verb, them = ("were", "them") if names[1:] else ("was", "it")
         found.append((names, f"{some(names)}{of} {verb} not restored{on}: run B did not have {them} {when}"))
     for (name, how), ranks_of in others.items():
-        on = _of_ranks(ranks_of, len(tensors), "on")
+        on = _of_ranks(ranks_of, seen, "on")
         found.append(([name], f"{some([name])}{of} was not restored{on}: {how} {when}"))
     return found
 

@@ -32,10 +32,10 @@ Versions = Mapping[str, Mapping[str, int]]
 
 class WrittenFiles:
     """What a run has written so far: its versions, from the snapshots of a keeper in the folder `kept`. What is not
-    called as data often are is looked at: `is_whole` returns whether a file has weights."""
+    called as data often are is looked at: `is_state` returns whether a file has a training state."""
 
-    def __init__(self, kept: str, is_whole: Callable[[str], bool]) -> None:
-        self._kept, self._read, self._is_whole = kept, set[str](), cache(is_whole)
+    def __init__(self, kept: str, is_state: Callable[[str], bool]) -> None:
+        self._kept, self._read, self._is_state = kept, set[str](), cache(is_state)
         self.versions: dict[str, dict[str, int]] = {}
 
     def read(self, snapshots: Iterable[str]) -> bool:
@@ -58,7 +58,7 @@ class WrittenFiles:
     def _add(self, files: Iterable[tuple[str, str]]) -> None:
         number = len(self._read)
         for name, path in files:
-            if _DATA.fullmatch(basename(name)) or self._is_whole(path):
+            if _DATA.fullmatch(basename(name)) or self._is_state(path):
                 self.versions.setdefault(name, {}).setdefault(path, number)
 
 

@@ -92,7 +92,7 @@ MISTAKES = {
     "inspect s3:/bucket/run": "hint: write `s3://bucket/run`",
     "convert runs/step-2 runs/step-2": "error: `runs/step-2` is the source, or is inside it",
     "convert full.pt o.safetensors.index.json": "name it `o.pt` or `o.safetensors`",
-    "samples full.pt": "error: `full.pt` exists and has no samples in it",
+    "samples full.pt": "error: `full.pt` exists and is no directory",
     "samples full.pt --overwrite": "hint: name a new directory",
     "samples runs --overwrite": "hint: name a new directory",
     "inspect huggingface.co/org/name": "hint: write `hf://org/name`",

@@ -137,6 +137,26 @@ def test_the_checksums_of_a_zip_archive_are_compared(name: str, tmp_path: Path) 
                 ckpttool.convert(path, tmp_path / f"{at}.pt")
 
 
+def test_a_file_in_two_archives_is_named_with_its_archive(tmp_path: Path) -> None:
+    """Once, and not again where another finding says it; of an earlier step of a run as a remark."""
+    write_agent(tmp_path / "agent")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "run").mkdir()
+    for name in ("a.zip", "b.zip"):
+        data = pack(tmp_path / "agent", tmp_path / "two" / name).read_bytes()
+        (tmp_path / "two" / name).write_bytes(data.replace(b"- OS: Linux", b"- OS: linux"))
+    found = [one.message for one in ckpttool.verify(tmp_path / "two").findings if one.gravity == "damage"]
+    assert len(found) == 2 and all(f"{n}.zip/system_info.txt" in text for n, text in zip("ab", found, strict=True))
+    for step in (1, 2):
+        torch.save({"model": {"w": torch.ones(8)}, "step": step}, (tmp_path / "run" / f"step_{step}.pt"))
+    path = pack(tmp_path / "run", tmp_path / "run.zip")
+    data = path.read_bytes()
+    first, last = (one.offset + one.nbytes // 2 for one in archives.members(local_path(str(path))))
+    for at, gravity in ((first, "note"), (last, "damage")):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert gravity in {one.gravity for one in ckpttool.verify(path).findings if "step_" in one.message}
+
+
 def test_archives_in_a_directory(tmp_path: Path) -> None:
     """A run of them, and one beside other files."""
     write_agent(tmp_path / "files")

@@ -281,6 +281,8 @@ def test_a_single_tensor_has_the_name_of_its_file_beside_documents(tmp_path: Pat
         ("model_epoch_1.pt model_epoch_2.pt", "model_*.pt", "model_epoch_2.pt", model),
         ("G_step_5.pt D_step_5.pt G_step_10.pt D_step_10.pt", "*.pt", "*_step_10.pt", model),
         ("checkpoint-10/state.pt checkpoint-20/state.pt", "checkpoint-*", "checkpoint-20", state),
+        ("step_100/model.pt step_200/model.pt", "*/model.pt", "step_200/model.pt", model),
+        ("epoch_0/a.pt epoch_1/a.pt", "*/a.pt", "epoch_1/a.pt", state),
     ],
 )
 def test_a_pattern_of_several_steps_is_not_one_checkpoint(
@@ -299,9 +301,13 @@ def test_a_pattern_of_several_steps_is_not_one_checkpoint(
     [
         ("G_step_5.pt D_step_5.pt", "*_step_5.pt"),
         ("expert_1.pt expert_2.pt expert_3.pt", "expert_*.pt"),
+        ("G_A_step_100.pt G_B_step_90.pt", "G_*.pt"),
         ("G_100.pt G_200.pt", "G_*.pt"),
     ],
 )
 def test_a_pattern_of_parts_is_one_checkpoint(names: str, pattern: str, tmp_path: Path) -> None:
+    """Also of trials, each with its optimizer."""
     save(tmp_path, names, model)
     assert {file.name for file in ckpttool.inspect(tmp_path / pattern).files} == {*names.split()}
+    save(tmp_path / "trials", "1/state.pt 2/state.pt 3/state.pt")
+    assert len(ckpttool.inspect(tmp_path / "trials/*/state.pt").files) == 3

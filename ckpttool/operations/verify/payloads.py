@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, File, Record, Tensor
-from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding, Where
+from ckpttool.catalogue.findings import DAMAGE, NOTE, SUSPECT, Finding, Where
 from ckpttool.catalogue.protocols import Itemised, Source
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CkptError, CorruptError, ReadError
@@ -29,6 +29,7 @@ from ckpttool.storage.files import Pool, ThreadBuffer
 from ckpttool.storage.stores import Location
 from ckpttool.transfer.checksums import Pieces, mismatch, tensors_in
 from ckpttool.transfer.execute import digested
+from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.plan import in_file_order, pairs
 from ckpttool.transfer.threads import Work, on_threads
 
@@ -62,25 +63,39 @@ def check(run: Verification) -> Iterator[Finding]:
         on_threads(reading.tasks(), reading.do, run.threads, reading.work)
     reading.finish()
     yield from reading.findings
-    yield from _of_members(run.catalogue)
+    yield from _of_members(run, reading)
 
 
-def _of_members(catalogue: Catalogue) -> Iterator[Finding]:
-    """Compare each file in zip archives, also those without state, with the CRC-32 that the archive has of it."""
-    found = {fault.facts.get("file") for fault in catalogue.faults}
-    stores_of = {id(store): store for file in catalogue.files if isinstance(store := file.location.store, ArchiveStore)}
-    for archive in stores_of.values():
+def _of_members(run: Verification, reading: _Reading) -> Iterator[Finding]:
+    """Compare each file in zip archives, also those without state, with the CRC-32 that the archive has of it. Those of
+    which all tensors were read are not read again; what is wrong with other checkpoints of a run is a remark."""
+    catalogue = run.catalogue
+    faulty = {fault.facts.get("file") for fault in catalogue.faults} | {one.file for one in reading.findings}
+    numbers = {file.location: number for number, file in enumerate(catalogue.files)}
+    whole = WholeFiles(catalogue)
+    whole.add(reading.compared)
+    complete = {*whole.complete()}
+    archives = {id(store): store for file in catalogue.files if isinstance(store := file.location.store, ArchiveStore)}
+    for archive in archives.values():
         for name, expected in archive.crcs().items():
             location = Location(f"{archive.root}/{name}", archive)
-            crc = crc_of(location.fill, 0, location.size())
-            if crc != expected and name not in found:
-                text = f"`{name}` has CRC-32 {crc:08x}, but {expected:08x} in the archive"
-                yield Finding(DAMAGE, "checksum", f"{text}: it was changed after it was written", name)
+            number = numbers.get(location)
+            if not faulty.isdisjoint((location, *([] if number is None else [catalogue.files[number].name]))):
+                continue
+            try:
+                if number in complete:
+                    whole.check(number, lambda _, *run, fill=location.fill: crc_of(fill, *run))
+                elif (crc := crc_of(location.fill, 0, location.size())) != expected:
+                    raise CorruptError(f"`{location}` has CRC-32 {crc:08x}, but {expected:08x} in the archive")
+            except CkptError as error:
+                gravity = NOTE if number is None and catalogue.facts.get("run") else DAMAGE
+                yield Finding.of(error, "checksum", gravity, Where(str(location)))
 
 
 class _Reading:
     def __init__(self, source: Source, report: Report, runs: dict[int, array[int]] | None) -> None:
         self.findings: list[Finding] = []
+        self.compared: list[tuple[int, int, int, int, int]] = []  # records, as `WholeFiles.add` takes them
         self.pool = Pool(whole=True)
         self.work = Work()
         self._runs = runs
@@ -244,6 +259,8 @@ class _Reading:
     def _compare(self, record: Record, crc: int, what: str) -> None:
         with self._lock:
             self._report.records += 1
+            if crc == record.crc is not None:
+                self.compared.append((*record[:3], crc, record.nbytes))
         if crc != record.crc:
             file = self._catalogue.files[record.file]
             error = mismatch(record, crc, file.name, tensors_in(record, self._catalogue), what, file.crcs_at)
