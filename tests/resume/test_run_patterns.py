@@ -94,6 +94,7 @@ while step < 8:
     step += 1
     with zipfile.ZipFile(f"{{out}}/samples_{{step}}.zip", "w") as archive:
         archive.writestr("a picture", b"\\x89PNG")
+    torch.save({{"x": torch.ones(3) * step}}, f"{{out}}/sample_{{step}}.img")
     if step % 2 == 0:
         files = {{"policy.pth": model.state_dict(), "optimizer.pth": optimizer.state_dict()}}
         files["data.pth"] = {{"num_timesteps": step}}
@@ -103,7 +104,7 @@ while step < 8:
 
 @pytest.mark.parametrize("kind", ["zip", "nemo"])
 def test_archives_with_weights_are_found_among_others(kind: str, tmp_path: Path) -> None:
-    """By what they hold: those of pictures are more, and called alike."""
+    """By what they hold: those of pictures are more, and called alike, and a sample has a tensor."""
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format())
     with forked_command.forked(str(tmp_path)):
