@@ -97,11 +97,11 @@ class Checkpoints:
         return {step: path for step, path in found if self.last is None or step <= self.last}
 
     def is_over(self, step: int, taken: int) -> bool:
-        """Return whether the checkpoint of a step has been saved on all ranks, when `taken` optimizer steps are: where
-        one of them is done with its step, it may have begun to save when another rank kept the directory."""
+        """Return whether the checkpoint of a step has been saved on all ranks, when all optimizers have `taken` steps:
+        where one of them is done with its step, it may have begun to save when another rank kept the directory."""
         if step not in self.kept:
             return not self.is_kept_by_run()
-        began = keep.moment(self.kept[step][0])
+        began = keep.moment(self.kept[step][0], "number")
         return bool(began < taken if began is not None else step < max(self.kept))
 
     def _infer(self, written: patterns.WrittenFiles) -> None:

@@ -328,7 +328,7 @@ class Starts:
                     self._price(nbytes(first))
                     priced = True
                 if not until and found.kept.keys() - looked:
-                    taken = inject.taken(hook)
+                    taken = inject.taken_in_all(hook)
                     began = {step: number for step, number in found.began().items() if found.is_over(step, taken)}
                     looked |= began.keys()
                     if window.is_enough(began, inject.events(hook), self.report.at or None, self.report.cross):
@@ -337,7 +337,7 @@ class Starts:
                 step = next((step for step in paths if until and step >= until), None)
                 if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
                     continue
-                if found.is_kept_by_run() and step in found.kept and found.is_over(step, inject.taken(hook)):
+                if found.is_kept_by_run() and step in found.kept and found.is_over(step, inject.taken_in_all(hook)):
                     return  # a step after it is done
                 if (now := fingerprint(paths[step])) != last:
                     last, since = now, time.monotonic()

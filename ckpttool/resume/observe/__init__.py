@@ -101,6 +101,11 @@ def taken(folder: str) -> int:
     return max((letters.count(one) for letters in _letters(folder) for one in {*letters} - {ord("-")}), default=0)
 
 
+def taken_in_all(folder: str) -> int:
+    """Return how many steps that trained something all optimizers of a process have taken together, at most."""
+    return max((len(letters) - letters.count(b"-") for letters in _letters(folder)), default=0)
+
+
 def _letters(folder: str) -> Iterator[bytes]:
     """Yield a letter for each step of the optimizers of a process, as it counts them."""
     for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
