@@ -66,7 +66,7 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
 def check_one_step(location: Location, folder: Location, names: Collection[str], catalogue: Catalogue) -> None:
     """Raise UsageError if a pattern names one model at several steps, as words in the names say. A number alone may be
     that of an expert or of a trial."""
-    steps = {name.rstrip("/"): step for name in names if (step := _step_said(name)) is not None}
+    steps = {name.rstrip("/"): step for name in names if (step := step_said(name)) is not None}
     if len({*steps.values()}) < 2:
         return
     components: list[Mounted] = catalogue.facts.get("components", [])
@@ -88,7 +88,7 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
         raise UsageError(f"`{location}` names {len(of_steps)} checkpoints of a run, not one", hint=hint)
 
 
-def _step_said(name: str) -> int | None:
+def step_said(name: str) -> int | None:
     """Return the step of which a word in a path says that it is one: `step-5/model.pt`, `checkpoint-5`."""
     said = (step_in(one, (*WORDS, _CHECKPOINT)) for one in reversed(name.rstrip("/").split("/")))
     return next((step for step in said if step is not None), None)

@@ -100,7 +100,8 @@ def open_at(
 def _open_files(location: Location, options: OpenOptions) -> Source:
     """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
     matches = location.matches() if location.is_pattern() else []
-    if not matches or any(row.recognise(location) for row in formats.FORMATS):
+    are_steps = len({alternatives.step_said(path) for path in matches} - {None}) > 1  # and no ranks, from 0 or not
+    if not matches or (not are_steps and any(row.recognise(location) for row in formats.FORMATS)):
         source = _detect(location, None).open(location, options)
         is_set = source.catalogue.format == rankfiles.FORMAT.name and location.is_file()
         if not (is_set and reader.is_of_each_rank(source.catalogue)):

@@ -283,6 +283,7 @@ def test_a_single_tensor_has_the_name_of_its_file_beside_documents(tmp_path: Pat
         ("checkpoint-10/state.pt checkpoint-20/state.pt", "checkpoint-*", "checkpoint-20", state),
         ("step_100/model.pt step_200/model.pt", "*/model.pt", "step_200/model.pt", model),
         ("epoch_0/a.pt epoch_1/a.pt", "*/a.pt", "epoch_1/a.pt", state),
+        ("epoch_0.pt epoch_1.pt", "*.pt", "epoch_1.pt", state),
     ],
 )
 def test_a_pattern_of_several_steps_is_not_one_checkpoint(
