@@ -31,6 +31,7 @@ STEPS = _patterns(_BEFORE.format(_STEP), _BEFORE.format("ba"), _AFTER.format(f"{
 EPOCHS = _patterns(_BEFORE.format(_EPOCH), _AFTER.format("epochs?"), r"(?:^|[^a-z])e(\d+)_b\d+")
 _BATCH = _patterns(r"(?:^|[^a-z])e\d+_b(\d+)")
 WORDS = (*STEPS, *_BATCH, *EPOCHS)
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 # Without a word that says what it counts, a small number may be of epochs.
 _COUNT = r"(0\d{4,}|[1-9]\d\d+)"
 _LARGE = _patterns(rf"(?:{_SAVE})[-_=]?{_COUNT}(?![\da-z])", rf"^{_COUNT}$", r"(?<!\d)(0\d{5,})(?![\da-z])")
@@ -75,6 +76,13 @@ def step_in(name: str, patterns: Sequence[re.Pattern[str]] = NUMBERS) -> int | N
     if patterns is NUMBERS and (pair := _PAIR.search(plain)) and not any(word.search(plain) for word in WORDS):
         return max(int(pair[1]), int(pair[2]))
     return next((int(match[1]) for pattern in patterns if (match := pattern.search(plain))), None)
+
+
+def step_said(path: str) -> int | None:
+    """Return the step of which a word in a path says that it is one, in the last part that does: `step-5/model.pt`,
+    `checkpoint-5`; None without one."""
+    said = (step_in(part, (*WORDS, _CHECKPOINT)) for part in reversed(path.rstrip("/").split("/")))
+    return next((step for step in said if step is not None), None)
 
 
 def facts_of(*groups: Iterable[str]) -> dict[str, Any]:

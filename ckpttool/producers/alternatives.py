@@ -16,15 +16,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.models import is_averaged
-from ckpttool.catalogue.step_names import MEASURED, WORDS, pattern_of, step_in
+from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in, step_said
 from ckpttool.errors import UsageError
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
-
-_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
@@ -58,8 +56,7 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
         others = [one.name for one in holders.values() if one.name not in names]
         name = names[0] if len(names) == 1 else pattern_of(names, others) or " ".join(names)
         at, nbytes, is_newest = directory.at(names[0]), sum(map(directory.size, names)), names is newest
-        of = tuple(names)
-        listed.append(RunCheckpoint(name, at, None, nbytes, None, catalogue.format, None, of, (), is_newest))
+        listed.append(RunCheckpoint(name, at, None, nbytes, None, catalogue.format, None, tuple(names), (), is_newest))
     return runs.with_newest(directory, listed) if listed else None
 
 
@@ -67,9 +64,7 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
     """Raise UsageError if a pattern names one model at several steps, as words in the names say. A number alone may be
     that of an expert or of a trial."""
     steps = {name.rstrip("/"): step for name in names if (step := step_said(name)) is not None}
-    if len({*steps.values()}) < 2:
-        return
-    components: list[Mounted] = catalogue.facts.get("components", [])
+    components: list[Mounted] = catalogue.facts.get("components", []) if len({*steps.values()}) > 1 else []
     named = {one.root: name for one in components for name in steps if f"{one.name}/".startswith(f"{name}/")}
     parts.assign(catalogue)
     tensors: dict[Path, list[Tensor]] = defaultdict(list)
@@ -86,12 +81,6 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
         pattern = pattern_of(newest, steps.keys() - {*newest}) if len(newest) > 1 else newest[0]
         hint = f"name the newest, `{folder / (pattern or newest[0])}`, or the run itself"
         raise UsageError(f"`{location}` names {len(of_steps)} checkpoints of a run, not one", hint=hint)
-
-
-def step_said(name: str) -> int | None:
-    """Return the step of which a word in a path says that it is one: `step-5/model.pt`, `checkpoint-5`."""
-    said = (step_in(one, (*WORDS, _CHECKPOINT)) for one in reversed(name.rstrip("/").split("/")))
-    return next((step for step in said if step is not None), None)
 
 
 def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:

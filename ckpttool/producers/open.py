@@ -19,7 +19,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
-from ckpttool.catalogue.step_names import facts_of, places_of
+from ckpttool.catalogue.step_names import facts_of, places_of, step_said
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
@@ -100,7 +100,7 @@ def open_at(
 def _open_files(location: Location, options: OpenOptions) -> Source:
     """Open a file, or the files that a pattern matches: those of ranks, or of one step beside those of others."""
     matches = location.matches() if location.is_pattern() else []
-    are_steps = len({alternatives.step_said(path) for path in matches} - {None}) > 1  # and no ranks, from 0 or not
+    are_steps = len({step_said(path) for path in matches} - {None}) > 1  # and no ranks, from 0 or not
     if not matches or (not are_steps and any(row.recognise(location) for row in formats.FORMATS)):
         source = _detect(location, None).open(location, options)
         is_set = source.catalogue.format == rankfiles.FORMAT.name and location.is_file()
