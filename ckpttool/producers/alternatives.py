@@ -68,7 +68,7 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
     named = {one.root: name for one in components for name in steps if f"{one.name}/".startswith(f"{name}/")}
     parts.assign(catalogue)
     tensors: dict[Path, list[Tensor]] = defaultdict(list)
-    for tensor in catalogue.tensors:
+    for tensor in catalogue.tensors if named else ():
         if (root := deepest(tensor.path, named)) is not None:
             tensors[root].append(tensor)
     found: dict[object, set[int]] = defaultdict(set)

@@ -339,18 +339,16 @@ def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:
     return {step for step in named if step is not None}
 
 
-def _is_whole(path: str) -> bool:
-    """Return whether a file has the weights of a model, and not only what belongs to them."""
+def _is_whole(path: str, *others: str) -> bool:
+    """Return whether a file has the weights of a model, not only what belongs to them, and parts of `others`."""
     with suppress(CkptError), opened(path) as source:
-        return any(tensor.part.kind == "model" for tensor in source.catalogue.tensors)
+        return {"model", *others} <= {tensor.part.kind for tensor in source.catalogue.tensors}
     return False
 
 
 def _is_state(path: str) -> bool:
     """Return whether a file has a model and the state of its optimizer: a single tensor may be a sample."""
-    with suppress(CkptError), opened(path) as source:
-        return {"model", "optimizer"} <= {tensor.part.kind for tensor in source.catalogue.tensors}
-    return False
+    return _is_whole(path, "optimizer")
 
 
 def _why_not_opened(path: str) -> str | None:

@@ -70,12 +70,14 @@ def _of_members(run: Verification, reading: _Reading) -> Iterator[Finding]:
     """Compare each file in zip archives, also those without state, with the CRC-32 that the archive has of it. Those of
     which all tensors were read are not read again; what is wrong with other checkpoints of a run is a remark."""
     catalogue = run.catalogue
+    archives = {id(store): store for file in catalogue.files if isinstance(store := file.location.store, ArchiveStore)}
+    if not archives:
+        return
     faulty = {fault.facts.get("file") for fault in catalogue.faults} | {one.file for one in reading.findings}
     numbers = {file.location: number for number, file in enumerate(catalogue.files)}
     whole = WholeFiles(catalogue)
     whole.add(reading.compared)
     complete = {*whole.complete()}
-    archives = {id(store): store for file in catalogue.files if isinstance(store := file.location.store, ArchiveStore)}
     for archive in archives.values():
         for name, expected in archive.crcs().items():
             location = Location(f"{archive.root}/{name}", archive)
@@ -95,7 +97,7 @@ def _of_members(run: Verification, reading: _Reading) -> Iterator[Finding]:
 class _Reading:
     def __init__(self, source: Source, report: Report, runs: dict[int, array[int]] | None) -> None:
         self.findings: list[Finding] = []
-        self.compared: list[tuple[int, int, int, int, int]] = []  # records, as `WholeFiles.add` takes them
+        self.compared: list[tuple[int, int, int, int, int]] = []  # in archives: as `WholeFiles.add` takes them
         self.pool = Pool(whole=True)
         self.work = Work()
         self._runs = runs
@@ -259,7 +261,8 @@ class _Reading:
     def _compare(self, record: Record, crc: int, what: str) -> None:
         with self._lock:
             self._report.records += 1
-            if crc == record.crc is not None:
+            is_member = isinstance(self._catalogue.files[record.file].location.store, ArchiveStore)
+            if is_member and crc == record.crc is not None:
                 self.compared.append((*record[:3], crc, record.nbytes))
         if crc != record.crc:
             file = self._catalogue.files[record.file]
