@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Chunks, Extent, Record, RecordColumn, Tensor
+from ckpttool.catalogue.entries import Chunks, Extent, Record, RecordColumn
 from ckpttool.errors import CorruptError
 from ckpttool.serialization.torch_pickle import TensorRef
 
@@ -115,12 +113,12 @@ class PieceColumns:
         self._cuts[key] = cut = _Cut([box[0] for _, box, _ in every], sizes, numbers, starts, nbytes)
         return cut
 
-    def chunks(self, cut: _Cut, places: Sequence[Extent]) -> Chunks:
-        """Return the chunks of a tensor whose pieces have these places."""
+    def chunks(self, cut: _Cut, places: Sequence[Extent], *, are_records: bool = False) -> Chunks:
+        """Return the chunks of a tensor whose pieces have these places; if they `are_records`, each will have a CRC."""
         file = array("l", [places[i].file for i in cut.numbers])
         file = self._files.setdefault(file.tobytes(), file)
         offset = array("q", [places[i].offset + at for i, at in zip(cut.numbers, cut.starts, strict=True)])
-        chunks = Chunks.from_columns(cut.offsets, cut.sizes, file, offset, cut.nbytes)
+        chunks = Chunks.from_columns(cut.offsets, cut.sizes, file, offset, cut.nbytes, are_records=are_records)
         records = tuple(place.record for place in places)
         if any(records):
             chunks.records = RecordColumn(self._records.setdefault(records, records), cut.numbers)
@@ -150,37 +148,6 @@ def rebuild(
                 ranges.append((low - begin, high - begin))
                 places.append(place(piece.rank, ref))
         yield name, Rebuilt(dtype, shape, columns.chunks(columns.cut(dtype, shape, ranges), places))
-
-
-# The parameters of all layers are cut alike, and so is their state: they share the boxes.
-_boxes = lru_cache(maxsize=1024)(boxes.flat_range)
-
-
-@dataclass
-class PlacedPieces:
-    """The chunks of a tensor, as its elements get their places in flat ones; `done` are placed."""
-
-    offsets: list[Ints] = field(default_factory=list)
-    sizes: list[Ints] = field(default_factory=list)
-    file: array[int] = field(default_factory=lambda: array("l"))
-    offset: array[int] = field(default_factory=lambda: array("q"))
-    nbytes: array[int] = field(default_factory=lambda: array("q"))
-    done: int = 0
-
-    def add(self, tensor: Tensor, numel: int, file: int, offset: int) -> Iterator[tuple[int, int]]:
-        """Add the next elements, which begin at an offset of a file; yield the offset and the length of each box."""
-        itemsize = tensor.dtype.itemsize
-        for (begin, sizes), at in _boxes(tensor.shape, self.done, self.done + numel):
-            self.offsets.append(begin)
-            self.sizes.append(sizes)
-            self.file.append(file)
-            self.offset.append(offset + at * itemsize)
-            self.nbytes.append(prod(sizes) * itemsize)
-            yield self.offset[-1], self.nbytes[-1]
-        self.done += numel
-
-    def chunks(self) -> Chunks:
-        return Chunks.from_columns(self.offsets, self.sizes, self.file, self.offset, self.nbytes, are_records=True)
 
 
 def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[FlatPiece, ...]:

@@ -11,7 +11,10 @@ them in files of before 2022-10 alone. A piece is a line, or several end to end:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -49,7 +52,17 @@ class Cut(NamedTuple):
     numel: int
 
 
-class Partition(NamedTuple):
+class RankPiece(NamedTuple):
+    """Elements `start..end` of a rank's line, which are those of a parameter from the `first` of them on."""
+
+    start: int
+    end: int
+    name: str
+    first: int
+
+
+@dataclass(frozen=True)
+class Partition:
     """A group of parameters, and where each is: `Partition(0, {"w": (29, 8)}, {"w": [Cut(0, 0, 180), ...]}, {0: 0})`.
     `paddings` are elements at the end of a rank's line that are of no parameter, `inner` those between parameters."""
 
@@ -59,13 +72,19 @@ class Partition(NamedTuple):
     paddings: dict[int, int]
     inner: int = 0
 
-    def by_rank(self) -> dict[int, list[tuple[int, int, str]]]:
-        """Return begin, end and name of what each rank has, in the order of its elements."""
-        found: dict[int, list[tuple[int, int, str]]] = {}
+    def of_rank(self, rank: int) -> Iterable[RankPiece]:
+        """Return what a rank has, in the order of its elements."""
+        return self.slices.of_rank(rank) if isinstance(self.slices, _Divided) else self._by_rank.get(rank, ())
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[RankPiece]]:
+        pieces = defaultdict[int, list[RankPiece]](list)
         for name, cuts in self.slices.items():
+            first = 0
             for rank, start, numel in cuts:
-                found.setdefault(rank, []).append((start, start + numel, name))
-        return {rank: sorted(taken) for rank, taken in found.items()}
+                pieces[rank].append(RankPiece(start, start + numel, name, first))
+                first += numel
+        return {rank: sorted(taken) for rank, taken in pieces.items()}
 
     def used(self) -> dict[int, int]:
         """Return how many elements of the line of each rank are of parameters."""
@@ -167,10 +186,10 @@ def _check_cuts(partition: Partition, size: int) -> None:
         if one[:2] > other[:2]:
             text = f"`{other[2]}` lies before `{one[2]}`, and comes after it in `param_shapes`"
             raise CorruptError(text, hint=_ONE_SAVE, tensor=other[2])
-    for rank, taken in partition.by_rank().items():
-        for (_, end, name), (start, _, overlapping) in pairwise(taken):
-            if start < end:
-                text = f"rank {rank} has `{name}` and `{overlapping}` in the same elements of its partition"
+    for rank in partition.paddings:
+        for piece, behind in pairwise(partition.of_rank(rank)):
+            if behind.start < piece.end:
+                text = f"rank {rank} has `{piece.name}` and `{behind.name}` in the same elements of its partition"
                 raise CorruptError(text, hint=_ONE_SAVE, rank=rank)
 
 
@@ -235,7 +254,7 @@ def divided(shapes: Sequence[dict[str, Ints]], ranks: Sequence[int], world: int)
     for name, numel in zip(every, map(prod, every.values()), strict=True):
         begins[name], end = (end, numel), end - (-numel // world)
     partition = Partition(0, every, _Divided(begins, ranks, world), dict.fromkeys(ranks, 0))
-    return [partition._replace(paddings={rank: end - used for rank, used in partition.used().items()})]
+    return [replace(partition, paddings={rank: end - used for rank, used in partition.used().items()})]
 
 
 class _Divided(Mapping[str, list[Cut]]):
@@ -249,6 +268,12 @@ class _Divided(Mapping[str, list[Cut]]):
         part = -(-numel // self._world)
         own = ((rank, min(part, numel - rank * part)) for rank in self._ranks)
         return [Cut(rank, begin, n) for rank, n in own if n > 0]
+
+    def of_rank(self, rank: int) -> Iterator[RankPiece]:
+        for name, (begin, numel) in self._begins.items():
+            part = -(-numel // self._world)
+            if rank * part < numel:
+                yield RankPiece(begin, begin + min(part, numel - rank * part), name, rank * part)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._begins)

@@ -39,7 +39,7 @@ from ckpttool.storage.stores import local_path, path_text
 from ckpttool.text import is_or_are, plural, some
 from ckpttool.transfer import agreement, processes
 from ckpttool.transfer.processes import Coordinator
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import ChunkReader
 from ckpttool.transfer.threads import Progress
 
 
@@ -398,11 +398,11 @@ def _small_integer(source: Source, tensor: Tensor) -> int | None:
     if tensor.shape not in ((), (1,)) or not (is_float or tensor.dtype.kind == "int") or not tensor.chunks:
         return None
     with closing(files.Pool()) as pool:
-        bits = read_box(boxes.whole(tensor.shape), tensor, source, pool)
+        bits = ChunkReader(source, pool, tensor, tensor.chunks.at(0)).read(boxes.whole(tensor.shape))
     if is_float:
-        (number,) = struct.unpack("<f", bits.tobytes())
+        (number,) = struct.unpack("<f", bits)
         return int(number) if number.is_integer() else None
-    return int.from_bytes(bits.tobytes(), "little", signed=tensor.dtype.name.startswith("int"))
+    return int.from_bytes(bits, "little", signed=tensor.dtype.name.startswith("int"))
 
 
 def _check_arguments(dst: str, target: Format, options: ConvertOptions) -> None:

@@ -33,7 +33,7 @@ class _Columns(NamedTuple):
     """Where the records of an archive lie within it. Columns, which the archives of many ranks share: one record of
     each of 256 ranks and 4,000 tensors is a million."""
 
-    names: bytes  # with a zero between two
+    names: bytes  # behind the prefix that all have, with a zero between two
     headers: array[int]
     payloads: array[int]
     nbytes: array[int]
@@ -52,6 +52,7 @@ class ArchiveLayout:
     file: int
     pieces: list[tuple[int, bytes]]
     storages: dict[str, Record]
+    _prefix: bytes
     _columns: _Columns
     _known: dict[int, int]  # CRCs of the records whose content is known
     size: int = 0
@@ -74,7 +75,7 @@ class ArchiveLayout:
     def _directory(self, crcs: Sequence[int]) -> bytes:
         out = bytearray()
         columns = self._columns
-        names = columns.names.split(b"\0")
+        names = [self._prefix + name for name in columns.names.split(b"\0")]
         for name, crc, nbytes, header in zip(names, crcs, columns.nbytes, columns.headers, strict=True):
             extra, size, at = _zip64(nbytes, header), min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
             row = crc, size, size, len(name), len(extra)
@@ -212,37 +213,43 @@ def lay_out_records(
 ) -> ArchiveLayout:
     """Lay out an archive of records that begin with some contents, which may be all of a record, or nothing of it. By
     their numbers, `keys` are those of `storages`."""
-    columns, heads, ends = _arranged(prefix, names, sizes)
+    columns, heads, ends = _with_headers(prefix.encode(), names, sizes)
     known: dict[int, int] = {}
     pieces: list[tuple[int, bytes]] = []
     for i, (content, (begin, end)) in enumerate(zip(contents, pairwise((0, *ends)), strict=True)):
         pieces.append((base + columns.headers[i], heads[begin:end]))
-        if len(content) == sizes[i]:
+        if content and len(content) == sizes[i]:
             known[i] = _crc(content)
         if content:
             pieces.append((base + columns.payloads[i], content))
     storages = {
         key: Record(file, base + columns.payloads[i], sizes[i], None if sizes[i] else 0) for i, key in keys.items()
     }
-    return ArchiveLayout(base, file, pieces, storages, columns, known)
+    return ArchiveLayout(base, file, pieces, storages, prefix.encode(), columns, known)
 
 
 # Most ranks of a checkpoint have archives that differ in a few bytes of the pickle and in nothing else.
 @lru_cache(maxsize=4)
-def _arranged(prefix: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[_Columns, bytes, array[int]]:
+def _with_headers(prefix: bytes, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[_Columns, bytes, array[int]]:
     """Return where records lie, their local headers, one behind the other, and where each of these ends."""
-    headers, payloads, ends = array("q"), array("q"), array("q")
-    full_names = [f"{prefix}{name}".encode() for name in names]
-    heads = bytearray()
-    at = 0
-    for name, nbytes in zip(full_names, sizes, strict=True):
-        header, payload = _local_header(name, at, nbytes)
-        heads += header
-        headers.append(at)
-        payloads.append(payload)
+    columns, heads, ends = _arranged(len(prefix), names, sizes), bytearray(), array("q")
+    for name, at, nbytes in zip(names, columns.headers, sizes, strict=True):
+        heads += _local_header(prefix + name.encode(), at, nbytes)[0]
         ends.append(len(heads))
-        at = payload + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
-    return _Columns(b"\0".join(full_names), headers, payloads, array("q", sizes), at), bytes(heads), ends
+    return columns, bytes(heads), ends
+
+
+# The files of DeepSpeed's ranks have the rank in their prefix.
+@lru_cache(maxsize=4)
+def _arranged(prefix: int, names: tuple[str, ...], sizes: tuple[int, ...]) -> _Columns:
+    """Return where records lie whose names have a prefix of so many bytes."""
+    headers, payloads, at = array("q"), array("q"), 0
+    own_names = [name.encode() for name in names]
+    for name, nbytes in zip(own_names, sizes, strict=True):
+        headers.append(at)
+        payloads.append(_local_header(bytes(prefix) + name, at, nbytes)[1])
+        at = payloads[-1] + nbytes + (len(_descriptor(0, nbytes, at)) if nbytes else 0)
+    return _Columns(b"\0".join(own_names), headers, payloads, array("q", sizes), at)
 
 
 def losses(objects: Iterable[Object]) -> list[FormatLoss]:

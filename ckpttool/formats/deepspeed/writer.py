@@ -15,21 +15,22 @@ Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_common_checkpoint_state`, `_save
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import flatten, parts
-from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.boxes import Ints, flat_range
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.flat import zero_partitions as partitions
-from ckpttool.flat.pieces import PlacedPieces
+from ckpttool.flat.pieces import PieceColumns
 from ckpttool.flat.zero_partitions import Partition
 from ckpttool.flat.zero_states import as_dict
 from ckpttool.serialization import torch_tree, torch_zip_writer
@@ -102,29 +103,55 @@ class _FlatTensor(NamedTuple):
     partition: Partition
     dtype: Dtype
     kinds: dict[str, Entry]
-    pieces: dict[int, list[tuple[int, int, str]]]
     size: int
 
 
+class _Lines(NamedTuple):
+    """The lines of all ranks of a partition that have its weights, or one kind of its state, each in a record."""
+
+    partition: Partition
+    itemsize: int
+    records: dict[int, Record]
+
+    def chunks(self, name: str, columns: PieceColumns, dtype: Dtype) -> Chunks:
+        """Return where the elements of a parameter lie."""
+        ranges, places, end = [], [], 0
+        for rank, start, numel in self.partition.slices[name]:
+            record, begin, end = self.records[rank], end, end + numel
+            ranges.append((begin, end))
+            places.append(Extent(record.file, record.offset + start * self.itemsize, numel * self.itemsize))
+        return columns.chunks(columns.cut(dtype, self.partition.shapes[name], ranges), places, are_records=True)
+
+    def boxes(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the length of each chunk in the record of a rank, in their order."""
+        for start, end, name, first in self.partition.of_rank(rank):
+            for (_, sizes), at in _boxes(self.partition.shapes[name], first, first + end - start):
+                yield self.records[rank].offset + (start + at) * self.itemsize, prod(sizes) * self.itemsize
+
+
+# The parameters of all layers are cut alike, and so is their state.
+_boxes = lru_cache(maxsize=1024)(flat_range)
+
+
 class _Sink(torch_zip_writer.ArchiveSink):
-    """A sink of archives in which some records, by file and offset, are filled by pieces: offset and length of each, in
-    their order. What is between them is zero."""
+    """A sink of archives in which some records, by file and offset, are the lines of ranks: filled by chunks, and zero
+    between them."""
 
     def __init__(
         self,
         catalogue: Catalogue,
         layouts: list[torch_zip_writer.ArchiveLayout],
-        pieces: Mapping[tuple[int, int], array[int]],
+        lines: Mapping[tuple[int, int], tuple[_Lines, int]],
     ) -> None:
         super().__init__(catalogue, layouts)
-        self._pieces = pieces
+        self._lines = lines
 
     def crc_of(self, record: Record, crcs: Crcs) -> int:
-        pieces = self._pieces.get((record.file, record.offset))
-        if pieces is None:
+        if (record.file, record.offset) not in self._lines:
             return super().crc_of(record, crcs)
+        lines, rank = self._lines[record.file, record.offset]
         crc, at = 0, record.offset
-        for offset, nbytes in zip(pieces[::2], pieces[1::2], strict=True):
+        for offset, nbytes in lines.boxes(rank):
             crc = combine(with_zeros(crc, offset - at), crcs[record.file, offset], nbytes)
             at = offset + nbytes
         return with_zeros(crc, record.offset + record.nbytes - at)
@@ -153,10 +180,11 @@ class _Writing:
             if name in others and self._owners[name] == name
         }
         self._parameters = {*self._trained, *self._frozen}
-        self._pieces = defaultdict[Path, PlacedPieces](PlacedPieces)
+        self._lines: dict[Hashable, _Lines] = {}  # by their flat tensor and kind, or the name of a frozen parameter
+        self._lines_of: dict[Path, tuple[_Lines, str]] = {}
+        self._of_records: dict[tuple[int, int], tuple[_Lines, int]] = {}
         self._copies = defaultdict[Path, list[Chunks]](list)  # of tensors that a file has whole
         self._firsts: dict[Path, Path] = {}  # of state that a group has once, where the others have theirs
-        self._records: dict[tuple[int, int], array[int]] = {}
         self._files: list[File] = []
         self._layouts: list[torch_zip_writer.ArchiveLayout] = []
 
@@ -166,7 +194,7 @@ class _Writing:
             self._write_weights(rank)
         for rank in ranks:
             self._write_optimizer(rank)
-        return _Sink(self._created(), self._layouts, self._records)
+        return _Sink(self._created(), self._layouts, self._of_records)
 
     def _tree(self, root: Path) -> Any:
         """Return the value below a path, of values that are not tensors."""
@@ -200,10 +228,9 @@ class _Writing:
             else:
                 every = [partitions.flat(number, shapes, self._world)]
             for one in every:
-                pieces = one.by_rank()
                 first = next(iter(one.shapes))
-                size = one.paddings[0] + sum(end - start for start, end, _ in pieces.get(0, ()))
-                yield _FlatTensor(number, one, self._model[first].dtype, states.get(first, {}), pieces, size)
+                size = one.paddings[0] + sum(piece.end - piece.start for piece in one.of_rank(0))
+                yield _FlatTensor(number, one, self._model[first].dtype, states.get(first, {}), size)
 
     def _is_of_each(self, flat: _FlatTensor, kind: str) -> bool:
         """Return whether a kind of state has a value for each element of the parameters."""
@@ -248,8 +275,7 @@ class _Writing:
         }
         keys, storages = self._write(self._layout.weights_file(rank), rank, tree)
         for name, leaf in fragments.items() if self._layout.partitioned else ():
-            record = storages[str(keys.key(leaf))]
-            self._fill(record, self._frozen[name].by_rank().get(rank, ()), {name: (*_MODEL, name)})
+            self._fill(rank, storages[str(keys.key(leaf))], name, self._frozen[name], {name: (*_MODEL, name)})
 
     def _module(self, rank: int) -> Any:
         """Return the model as a rank has it; of ZeRO 3, a parameter is an empty tensor."""
@@ -282,13 +308,13 @@ class _Writing:
         return tree
 
     def _write_optimizer(self, rank: int) -> None:
-        leaves: list[tuple[_FlatTensor, str, Tensor]] = []
+        leaves: list[tuple[int, _FlatTensor, str, Tensor]] = []
         state: dict[int, dict[str, Any]] = {}
         masters: list[Tensor] = []
         for number, flat in enumerate(self._flats):
             padding = 0 if self._layout.partitioned else flat.partition.paddings[rank]
             masters.append(_leaf(("weights", number), flat.dtype, flat.size - padding))
-            leaves.append((flat, "", masters[-1]))
+            leaves.append((number, flat, "", masters[-1]))
             for kind, entry in flat.kinds.items():
                 if not isinstance(entry, Tensor):
                     state.setdefault(number, {})[kind] = entry.value
@@ -296,7 +322,7 @@ class _Writing:
                 is_of_each = self._is_of_each(flat, kind)
                 leaf = _leaf((kind, number), entry.dtype, flat.size if is_of_each else None, entry.shape)
                 state.setdefault(number, {})[kind] = leaf
-                leaves.append((flat, kind, leaf))
+                leaves.append((number, flat, kind, leaf))
         of_stage = self._partitioned_state if self._layout.partitioned else self._flat_state
         tree = {
             "optimizer_state_dict": of_stage(rank, state, masters),
@@ -304,10 +330,10 @@ class _Writing:
             "ds_version": VERSION,
         }
         keys, storages = self._write(self._layout.optimizer_file(rank), rank, tree)
-        for flat, kind, leaf in leaves:
-            self._place(rank, flat, kind, storages[str(keys.key(leaf))])
+        for number, flat, kind, leaf in leaves:
+            self._place(rank, number, flat, kind, storages[str(keys.key(leaf))])
 
-    def _place(self, rank: int, flat: _FlatTensor, kind: str, record: Record) -> None:
+    def _place(self, rank: int, number: int, flat: _FlatTensor, kind: str, record: Record) -> None:
         """Note where the elements of the parameters of a flat tensor lie in the file of a rank."""
         paths = {name: (*_STATE, name, kind) if kind else (*_MODEL, name) for name in flat.partition.shapes}
         if kind and not self._is_of_each(flat, kind):
@@ -316,16 +342,16 @@ class _Writing:
             self._copies[first].append(Chunks.single(tensor.shape, torch_zip_writer.extent_of(record)))
             self._firsts |= dict.fromkeys(others, first)
             return
-        self._fill(record, flat.pieces.get(rank, ()), paths)
+        self._fill(rank, record, (number, kind), flat.partition, paths)
 
-    def _fill(self, record: Record, pieces: Iterable[tuple[int, int, str]], paths: Mapping[str, Path]) -> None:
-        """Note which elements of a record are the next ones of parameters; what is left is padding."""
-        own = self._records[record.file, record.offset] = array("q")
-        for start, end, name in pieces:
-            tensor = self._planned.tensor(paths[name])
-            at = record.offset + start * tensor.dtype.itemsize
-            for piece in self._pieces[tensor.path].add(tensor, end - start, record.file, at):
-                own.extend(piece)
+    def _fill(self, rank: int, record: Record, key: Hashable, partition: Partition, paths: Mapping[str, Path]) -> None:
+        """Note that a record is the line of a rank, in which the parameters that have these paths are."""
+        if key not in self._lines:
+            itemsize = self._planned.tensor(next(iter(paths.values()))).dtype.itemsize
+            lines = self._lines[key] = _Lines(partition, itemsize, {})
+            self._lines_of.update((path, (lines, name)) for name, path in paths.items())
+        self._lines[key].records[rank] = record
+        self._of_records[record.file, record.offset] = self._lines[key], rank
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as the optimizer has them: of the numbers of flat tensors."""
@@ -345,7 +371,7 @@ class _Writing:
         mappings = []
         for flat in self._flats:
             addresses: OrderedDict[str, Stub] = OrderedDict()
-            for start, end, name in flat.pieces.get(rank, ()):
+            for start, end, name, _ in flat.partition.of_rank(rank):
                 fields = {"numel": end - start, "start": start}
                 addresses[name] = _object("deepspeed.utils.tensor_fragment", "fragment_address", fields)
             mappings.append(addresses)
@@ -385,6 +411,7 @@ class _Writing:
         created.containers = dict(self._planned.containers)
         created.warnings += self._left_without()
         filled: dict[Path, Path] = {}
+        columns = PieceColumns()
         for path, entry in self._planned.entries.items():
             if not isinstance(entry, Tensor):
                 created.add(entry)
@@ -393,12 +420,13 @@ class _Writing:
             if path[:1] == _MODEL and str(path[1]) in self._owners:
                 stored = (*_MODEL, self._owners[str(path[1])])
             alias = entry.alias
-            if stored in self._pieces or path[:2] == _STATE:
+            if stored in self._lines_of or path[:2] == _STATE:
                 first = filled.setdefault(stored, path)
                 alias = None if first == path else first
             copies = self._copies.get(stored, [])
-            if stored in self._pieces:
-                copies = [self._pieces[stored].chunks(), *copies]
+            if stored in self._lines_of:
+                lines, name = self._lines_of[stored]
+                copies = [lines.chunks(name, columns, entry.dtype), *copies]
             created.add(replace(entry, chunks=copies[0] if copies else Chunks(), alias=alias))
             created.replicas += [replace(entry, chunks=one, alias=None) for one in copies[1:] if alias is None]
         return created
