@@ -14,12 +14,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.boxes import Ints, flat_range
+from ckpttool.catalogue.dtypes import Dtype
+from ckpttool.catalogue.entries import Chunks, Extent, Record
 from ckpttool.catalogue.shown import spelt
 from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CorruptError
@@ -126,6 +128,33 @@ class Partition:
         if left:
             message = f"{what} of rank {one.rank} has {at} elements, and `{name}` ends at {one.start + one.numel}"
             raise CorruptError(message, hint=_ONE_SAVE, tensor=name, rank=one.rank, found=at)
+
+
+class Lines(NamedTuple):
+    """The lines of all ranks of a partition that have its weights, or one kind of its state, each in a record."""
+
+    partition: Partition
+    itemsize: int
+    records: dict[int, Record]
+
+    def chunks(self, name: str, columns: PieceColumns, dtype: Dtype) -> Chunks:
+        """Return where the elements of a parameter lie."""
+        ranges, places, end = [], [], 0
+        for rank, start, numel in self.partition.slices[name]:
+            record, begin, end = self.records[rank], end, end + numel
+            ranges.append((begin, end))
+            places.append(Extent(record.file, record.offset + start * self.itemsize, numel * self.itemsize))
+        return columns.chunks(columns.cut(dtype, self.partition.shapes[name], ranges), places, are_records=True)
+
+    def boxes(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the length of each chunk in the record of a rank, in their order."""
+        for start, end, name, first in self.partition.of_rank(rank):
+            for (_, sizes), at in _boxes(self.partition.shapes[name], first, first + end - start):
+                yield self.records[rank].offset + (start + at) * self.itemsize, prod(sizes) * self.itemsize
+
+
+# The parameters of all layers are cut alike, and so is their state.
+_boxes = lru_cache(maxsize=1024)(flat_range)
 
 
 _ONE_SAVE = "the files are of different saves, or the optimizer keeps state that is not of each element"

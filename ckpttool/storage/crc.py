@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -73,7 +74,7 @@ class _Shift:
             power = _multiply(power, power)
             nbytes >>= 1
         self._left = 40  # uses until tables, which take as long to make, are worth it
-        self._tables: list[list[int]] = []
+        self._tables: list[array[int]] = []  # as lists they take ten times as much, and there may be 4,096
 
     def of(self, crc: int) -> int:
         """Return what becomes of `crc`."""
@@ -85,13 +86,13 @@ class _Shift:
         first, second, third, fourth = self._tables
         return first[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ fourth[crc >> 24]
 
-    def _table(self, shift: int) -> list[int]:
+    def _table(self, shift: int) -> array[int]:
         """Return the products of all bytes in the place `shift` of a CRC, which are sums of those of their bits."""
         table = [0]
         for bit in range(8):
             product = _multiply(self._power, 1 << (shift + bit))
             table += [product ^ other for other in table]
-        return table
+        return array("I", table)
 
 
 _shift = lru_cache(maxsize=4096)(_Shift)

@@ -110,7 +110,8 @@ class WrittenCrcs(Mapping[tuple[int, int], int]):
             offsets, crcs = self._columns[file]
             order = sorted(range(len(offsets)), key=offsets.__getitem__)
             last = [i for i, j in zip_longest(order, order[1:]) if j is None or offsets[i] != offsets[j]]
-            self._columns[file] = array("q", [offsets[i] for i in last]), array("I", [crcs[i] for i in last])
+            # In their place: beside those of all files, new columns would double them.
+            offsets[:], crcs[:] = array("q", [offsets[i] for i in last]), array("I", [crcs[i] for i in last])
         return self._columns[file]
 
     def __getitem__(self, place: tuple[int, int]) -> int:
@@ -149,7 +150,14 @@ class Pieces:
 
     def _add(self, record: Record, offset: int, nbytes: int, stride: int, rows: int, crc: int) -> None:
         if rows == 1 and nbytes < _RUN:
-            self._runs[record].extend((offset, nbytes << 32 | crc))
+            runs = self._runs[record]
+            # What ranks have of a tensor comes in its order, most of the time. What was read twice stays apart.
+            before = runs[-1] >> 32 if runs else 0
+            is_next = before and runs[-2] + before == offset and before + nbytes < _RUN
+            if is_next and (len(runs) == 2 or runs[-4] + (runs[-3] >> 32) <= runs[-2]):
+                runs[-1] = before + nbytes << 32 | combine(runs[-1] & 0xFFFFFFFF, crc, nbytes)
+            else:
+                runs.extend((offset, nbytes << 32 | crc))
         else:
             self._others[record].extend((offset, nbytes, stride, rows, crc))
 
@@ -184,7 +192,11 @@ class Pieces:
             return pieces[0].crc
         crc = _crc_of_runs(_runs(record, pieces), crc_of)
         last = {piece[:-1]: piece for piece in pieces}.values()
-        return crc if crc != record.crc or len(last) == len(pieces) else _crc_of_runs(_runs(record, last), crc_of)
+        longest = {piece.offset if piece.rows == 1 else piece: piece for piece in last}
+        for others in (last, longest.values()):
+            if crc == record.crc and len(others) < len(pieces):
+                crc = _crc_of_runs(_runs(record, others), crc_of)
+        return crc
 
     def packed(self, records: Iterable[Record] | None = None) -> bytes:
         """Return all of it, or of some records, as a row of 64-bit integers, to be told to another process."""

@@ -165,6 +165,24 @@ def test_zeros_behind(length: int) -> None:
     assert with_zeros(crc32(b"abc"), length) == crc32(b"abc" + bytes(length))
 
 
+@quick
+@given(st.binary(min_size=1, max_size=60), st.data())
+def test_bytes_read_twice_in_other_pieces_are_compared(content: bytes, data: st.DataObject) -> None:
+    """What is read in its order is one run; if the second reading gave other bytes, or the first, that is seen."""
+    record, pieces = Record(0, 9, len(content), crc32(content)), Pieces()
+    wrong = data.draw(st.sampled_from([0, 1, None]))
+    flipped = data.draw(st.integers(0, len(content) - 1))
+    for reading in range(2):
+        own = bytearray(content)
+        own[flipped] ^= reading == wrong
+        cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content)), max_size=5))})
+        for at, end in pairwise(cuts):
+            pieces.add(record, 9 + at, end - at, crc32(own[at:end]))
+        assert reading or len(pieces.packed()) == 8 * (6 + 5)
+    crc = pieces.crc(record, lambda at, n: crc32(content[at - 9 :][:n]))
+    assert (crc == record.crc) == (wrong is None)
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_replicas_that_differ(wrong: int) -> None:
     """One of three ranks has read other bytes than the writer wrote."""

@@ -18,20 +18,18 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool.catalogue import flatten, parts
-from ckpttool.catalogue.boxes import Ints, flat_range
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, dotted
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
 from ckpttool.catalogue.warning import Warning
 from ckpttool.flat import zero_partitions as partitions
 from ckpttool.flat.pieces import PieceColumns
-from ckpttool.flat.zero_partitions import Partition
+from ckpttool.flat.zero_partitions import Lines, Partition
 from ckpttool.flat.zero_states import as_dict
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
@@ -106,33 +104,6 @@ class _FlatTensor(NamedTuple):
     size: int
 
 
-class _Lines(NamedTuple):
-    """The lines of all ranks of a partition that have its weights, or one kind of its state, each in a record."""
-
-    partition: Partition
-    itemsize: int
-    records: dict[int, Record]
-
-    def chunks(self, name: str, columns: PieceColumns, dtype: Dtype) -> Chunks:
-        """Return where the elements of a parameter lie."""
-        ranges, places, end = [], [], 0
-        for rank, start, numel in self.partition.slices[name]:
-            record, begin, end = self.records[rank], end, end + numel
-            ranges.append((begin, end))
-            places.append(Extent(record.file, record.offset + start * self.itemsize, numel * self.itemsize))
-        return columns.chunks(columns.cut(dtype, self.partition.shapes[name], ranges), places, are_records=True)
-
-    def boxes(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield the offset and the length of each chunk in the record of a rank, in their order."""
-        for start, end, name, first in self.partition.of_rank(rank):
-            for (_, sizes), at in _boxes(self.partition.shapes[name], first, first + end - start):
-                yield self.records[rank].offset + (start + at) * self.itemsize, prod(sizes) * self.itemsize
-
-
-# The parameters of all layers are cut alike, and so is their state.
-_boxes = lru_cache(maxsize=1024)(flat_range)
-
-
 class _Sink(torch_zip_writer.ArchiveSink):
     """A sink of archives in which some records, by file and offset, are the lines of ranks: filled by chunks, and zero
     between them."""
@@ -141,7 +112,7 @@ class _Sink(torch_zip_writer.ArchiveSink):
         self,
         catalogue: Catalogue,
         layouts: list[torch_zip_writer.ArchiveLayout],
-        lines: Mapping[tuple[int, int], tuple[_Lines, int]],
+        lines: Mapping[tuple[int, int], tuple[Lines, int]],
     ) -> None:
         super().__init__(catalogue, layouts)
         self._lines = lines
@@ -180,9 +151,9 @@ class _Writing:
             if name in others and self._owners[name] == name
         }
         self._parameters = {*self._trained, *self._frozen}
-        self._lines: dict[Hashable, _Lines] = {}  # by their flat tensor and kind, or the name of a frozen parameter
-        self._lines_of: dict[Path, tuple[_Lines, str]] = {}
-        self._of_records: dict[tuple[int, int], tuple[_Lines, int]] = {}
+        self._lines: dict[Hashable, Lines] = {}  # by their flat tensor and kind, or the name of a frozen parameter
+        self._lines_of: dict[Path, tuple[Lines, str]] = {}
+        self._of_records: dict[tuple[int, int], tuple[Lines, int]] = {}
         self._copies = defaultdict[Path, list[Chunks]](list)  # of tensors that a file has whole
         self._firsts: dict[Path, Path] = {}  # of state that a group has once, where the others have theirs
         self._files: list[File] = []
@@ -348,7 +319,7 @@ class _Writing:
         """Note that a record is the line of a rank, in which the parameters that have these paths are."""
         if key not in self._lines:
             itemsize = self._planned.tensor(next(iter(paths.values()))).dtype.itemsize
-            lines = self._lines[key] = _Lines(partition, itemsize, {})
+            lines = self._lines[key] = Lines(partition, itemsize, {})
             self._lines_of.update((path, (lines, name)) for name, path in paths.items())
         self._lines[key].records[rank] = record
         self._of_records[record.file, record.offset] = self._lines[key], rank
