@@ -39,6 +39,7 @@ from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast as dcpruns
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
+from ckpttool.serialization.dcp.metadata_tensors import TensorRun
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -272,6 +273,14 @@ def runs_of(data: bytes) -> dcpruns.Runs | None:
     return dcpruns.find(data, classes.EXPECTED)
 
 
+def columns(found: dcpruns.Runs) -> list[dcpruns.RunColumns]:
+    return [run for run in found.all if isinstance(run, dcpruns.RunColumns)]
+
+
+def tensors_of(found: dcpruns.Runs) -> list[TensorRun]:
+    return [run for run in found.all if isinstance(run, TensorRun)]
+
+
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("path", INDEXES, ids=lambda path: str(path.relative_to(CHECKPOINTS)))
 def test_runs_change_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +295,7 @@ def test_torch_writes_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = runs_of(data)
     assert found is not None
     read = dcpmetadata._read(found.data, "x", lambda share: None, found)
-    assert sum(run.count for run in found.all if len(run._tables) == 2) >= 183
+    assert sum(run.count for run in columns(found) if len(run._tables) == 2) >= 183
     assert all(run.used for run in found.all) and len(read.entries) > 50
 
 
@@ -306,14 +315,77 @@ def test_ckpttool_writes_runs(world: int, names: int, monkeypatch: pytest.Monkey
     data = our_own(world, names)
     found = runs_of(data)
     assert found is not None
-    of_items = [run.count for run in found.all if len(run._expected) > 8]
-    of_chunks = [run.count for run in found.all if len(run._expected) <= 8]
+    of_items = [run.count for run in columns(found) if len(run._expected) > 8]
+    of_chunks = [run.count for run in columns(found) if len(run._expected) <= 8]
     assert sum(of_items) >= 0.95 * world * names
     assert sum(of_chunks) >= 0.95 * world * names or world < 8
     assert len(of_items) < 4 + len(data) / 20_000
     assert dcpmetadata._read(found.data, "x", lambda share: None, found).extra == ours().extra
     by_runs, whole = both_ways(data, monkeypatch)
     assert by_runs == whole and whole is not None
+
+
+def _unlike(names: int) -> Metadata:
+    """Tensors of five shapes and two dtypes, scalars among them, as one rank saves them; here and there a value."""
+    value = by_torch(1, 1)
+    value.state_dict_metadata.clear()
+    value.storage_data.clear()
+    for n in range(names):
+        name = f"h.{n}.w\x94" if n % 97 == 5 else f"h.{n}.weight"
+        place = _StorageInfo("__0_0.distcp", n * 1000, 900)
+        if n % 50 == 0:
+            value.state_dict_metadata[name] = BytesStorageMetadata()
+            value.storage_data[MetadataIndex(name)] = place
+            continue
+        shape = torch.Size([(), (3,), (0, 3), (4, 300), (1, 2, 70_000, 5)][n // 500 % 5])
+        corner = torch.Size([0] * len(shape))
+        properties = TensorProperties(torch.float32 if n // 250 % 2 else torch.int8)
+        value.state_dict_metadata[name] = TensorStorageMetadata(
+            properties, shape, [ChunkStorageMetadata(corner, torch.Size([*shape]))]
+        )
+        value.storage_data[MetadataIndex(name, [*corner], 0)] = place
+    value.planner_data = {name: (name,) for name in value.state_dict_metadata}
+    return value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_what_is_said_of_a_tensor_is_read_once(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is between them, and whatever names look like."""
+    data = pickle.dumps(_unlike(3000), protocol)
+    found = runs_of(data)
+    assert found is not None
+    by_runs, whole = both_ways(data, monkeypatch)
+    assert by_runs == whole and len(whole[0]) == 3000
+    if protocol > 3:
+        runs = tensors_of(found)
+        assert sum(len(run.names) for run in runs) > 2500
+        read = dcpmetadata._read(found.data, "x", lambda share: None, found)
+        assert sum(len(run.descriptions) for run in runs) < 1000 and len(read.entries) == 3000
+
+
+def test_our_own_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = read(_unlike(3000))
+    data = written(contents)
+    found = runs_of(data)
+    assert found is not None and sum(len(run.names) for run in tensors_of(found)) > 2500
+    by_runs, whole = both_ways(data, monkeypatch)
+    assert by_runs == whole and len(whole[0]) == 3000
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_tensors_of_a_broken_index(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some bytes of two entries inside a run, each three ways: the answer is the unpickler's."""
+    value = _unlike(100)
+    data = written(read(value))[: -dcpmetadata._CHECKSUM_LENGTH] + b"." if ours else unframed(value)
+    begin, end = data.index(b"h.61.weight"), data.index(b"h.63.weight")
+    refused = 0
+    for at in range(begin - 8, end, 7):
+        for byte in (0x00, 0x94, ord("(")):
+            changed = data[:at] + bytes((byte,)) + data[at + 1 :]
+            by_runs, whole = both_ways(changed, monkeypatch)
+            assert by_runs == whole, (at - begin, byte)
+            refused += whole is None
+    assert refused > 9
 
 
 def test_an_index_without_runs_is_not_searched_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +413,7 @@ def test_chunks_alone_are_left_to_the_unpickler(monkeypatch: pytest.MonkeyPatch)
     data = pickle.dumps(value, 4)
     found = runs_of(data)
     assert found is not None
-    assert len(found.all) < 400 and min(run.count for run in found.all) >= 4
+    assert len(found.all) < 400 and min(run.count for run in columns(found)) >= 4
     by_runs, whole = both_ways(data, monkeypatch)
     assert by_runs == whole and whole is not None and len(whole[0]) == 4022
 
@@ -409,7 +481,7 @@ def test_runs_of_other_spellings(
     found = runs_of(data)
     # What refers to something inside a run is read without runs in the protocols that number what is memoized.
     assert (found is None) == (change is _shared and protocol < 4)
-    assert found is None or sum(run.count for run in found.all) > 200
+    assert found is None or sum(run.count for run in columns(found)) > 200
     by_runs, whole = both_ways(data, monkeypatch)
     assert by_runs == whole and whole is not None
     assert found is None or dcpmetadata._read(found.data, "x", lambda share: None, found).entries

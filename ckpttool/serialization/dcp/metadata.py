@@ -39,6 +39,7 @@ from ckpttool.serialization import pickle_opcodes, unpickler, unsafe_globals
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast
 from ckpttool.serialization.dcp.metadata_fast import RunColumns, Runs
+from ckpttool.serialization.dcp.metadata_tensors import TensorRun
 from ckpttool.serialization.pickle_limits import check_depths
 from ckpttool.storage.crc import crc32
 from ckpttool.text import safe
@@ -239,9 +240,11 @@ class _Reader:
         if type(tensors) is not dict:
             raise CorruptError("it has no `state_dict_metadata`")
         entries: dict[str, Any] = {}
-        left = iter(tensors.items())
-        while block := list(islice(left, _BLOCK)):
+        for block in _blocks(tensors):
             try:
+                if type(block[0][0]) is TensorRun:
+                    entries.update(self._read_run(block[0][0].use()))
+                    continue
                 entries.update(zip((key for key, _ in block), self._read_entries(block), strict=True))
             except (CkptError, AttributeError):
                 for self._key, value in block:
@@ -303,6 +306,20 @@ class _Reader:
             begin = end
         left = iter(made)
         return [next(left) if is_one else None for is_one in is_tensor]
+
+    def _read_run(self, run: TensorRun) -> Iterator[tuple[str, StoredTensor | None]]:
+        """Yield the tensors of a run, which share what is said of several."""
+        alike = self._read_entries([(run.names[0], value) for value in run.descriptions])
+        nowhere, zero = array("l", [-1]), array("q", [0])
+        for name, number in zip(run.names, run.numbers, strict=True):
+            one = alike[number]
+            if one is None:
+                yield name, None
+                continue
+            n = len(one.files)
+            charge_alike(one.offsets)
+            places = nowhere * n, zero * n, zero * n
+            yield name, StoredTensor(one.dtype, one.shape, one.offsets, one.sizes, *places)
 
     def _dtype(self, properties: classes.TensorProperties) -> Dtype:
         key = id(properties.dtype), properties.layout
@@ -452,6 +469,13 @@ _FIELDS = ("fqn", "offset", "index"), ("relative_path", "offset", "length", "tra
 _NO_ITEM = "`storage_data` contains something else than `MetadataIndex` and `_StorageInfo`"
 _MISSING_PART = "the index of a rank is missing: the save did not finish"
 _NO_PLACE = "an item whose offset or length is not an integer"
+
+
+def _blocks(tensors: dict[Any, Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Yield as many entries of the index as are read at once, and each run alone."""
+    for is_run, group in groupby(tensors.items(), lambda item: type(item[0]) is TensorRun):
+        while block := list(islice(group, 1 if is_run else _BLOCK)):
+            yield block
 
 
 def _count(chunks: list[Any]) -> int:

@@ -27,12 +27,13 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
+from ckpttool.serialization.dcp.metadata_tensors import GET as _GET
+from ckpttool.serialization.dcp.metadata_tensors import INT as _INT
+from ckpttool.serialization.dcp.metadata_tensors import Described, Descriptions, TensorRun
 
 Words = tuple[tuple[str, bytes], ...]
 
-_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x08.{8})"
 _INTS = rb"\(?" + _INT + rb"+[\x85\x86\x87t]"
-_GET = rb"(?:h.|j....)"
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
 _VALUES = ("int", "ints", "text", "ref")
 _FIXED = ("class", "field", "size")  # references that are the same in all entries
@@ -138,11 +139,15 @@ class _Tuples(dict[bytes, Ints]):
 
 class _Texts(dict[bytes, str]):
     def __missing__(self, token: bytes) -> str:
-        begin = 2 if token[0] == 0x8C else 5
-        if int.from_bytes(token[1:begin], "little") != len(token) - begin:
-            raise Irregular
-        made = self[token] = str(token[begin:], "utf-8", "surrogatepass")
+        made = self[token] = _text(token)
         return made
+
+
+def _text(token: bytes) -> str:
+    begin = 2 if token[0] == 0x8C else 5
+    if int.from_bytes(token[1:begin], "little") != len(token) - begin:
+        raise Irregular
+    return str(token[begin:], "utf-8", "surrogatepass")
 
 
 # PUT ------------------------------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ class Runs:
     def __init__(
         self, data: bytes, middle: int, expected: Mapping[str, tuple[Any, ...]], seen: Callable[[float], None]
     ) -> None:
-        self.all: list[RunColumns] = []
+        self.all: list[RunColumns | TensorRun] = []
         self.names: dict[tuple[str, str], Any] = {(_MODULE, "run"): self._resolved}
         self._expected = expected
         self._seen = seen
@@ -262,6 +267,13 @@ class Runs:
         chunks = self._learn(_GET + rb"\)\x81", 0, middle, 1) if items is not None else None
         if chunks is not None and items is not None and self._has_runs(chunks, middle):
             self._take_out(chunks, 0, middle, ("ChunkStorageMetadata",), keeps="ints" not in dict(items))
+        elif items is not None and "ints" in dict(items) and not self._put.is_numbered:
+            # Items do not refer to the offsets of chunks.
+            for piece in Descriptions(data, middle, is_memoized=self.are_memoized):
+                if isinstance(piece, Described):
+                    self._add_tensors(piece)
+                else:
+                    self._rest.append(piece)
         else:
             self._rest.append(data[:middle])
         if items is not None:
@@ -366,26 +378,38 @@ class Runs:
 
     def _add(self, run: RunColumns, spelling: _Spelling, number: int | None, memo: bytes) -> None:
         """Put a call of `RunColumns` in the place of entries, and as many into the memo as these."""
-        rest = b"".join(self._rest)
-        if not pickle_opcodes.is_whole(rest, len(self._source)):
-            raise Irregular
         puts, marks = spelling.memos * run.count, b""
         if number is not None:
             # Only if what is put next gets this number.
             marks = struct.pack("<sIsI", b"j", number, b"j", number + puts - 1)
             run.marker = Skipped()
-        name = f"skipped {len(self.all)}"
-        self.names[_MODULE, name] = run.marker or _SKIPPED
         given = b"".join((marks, spelling.gets, *run.references))
+        self._call(run, memo or b"\x94" * puts, given)
+        self._rest = [b"N" if spelling.is_item else b""]
+
+    def _add_tensors(self, run: Described) -> None:
+        # A name has its entry in the memo, and what is in a description has that of what was skipped.
+        skipped = [b"0" + b"\x94" * count for count in run.memos]
+        memo = b"".join(chain.from_iterable((name, put, skipped[number]) for name, put, number in run.entries))
+        names = [_text(name) for name, _, _ in run.entries]
+        self._call(TensorRun(names, [number for *_, number in run.entries]), memo, b"".join(run.descriptions))
+        self._rest = [b"N", run.then]
+
+    def _call(self, run: RunColumns | TensorRun, memo: bytes, given: bytes) -> None:
+        """Put a call of a run behind the rest, with what is `given` to it, and what there is to be in the memo."""
+        rest = b"".join(self._rest)
+        if not pickle_opcodes.is_whole(rest, len(self._source)):
+            raise Irregular
+        name = f"skipped {len(self.all)}"
+        self.names[_MODULE, name] = getattr(run, "marker", None) or _SKIPPED
         self._pieces += (
             rest,
-            b"c%b%b\n%b0" % (_TAKEN, name.encode(), memo or b"\x94" * puts),
+            b"c%b%b\n%b0" % (_TAKEN, name.encode(), memo),
             b"c%brun\n(J%b](%betR" % (_TAKEN, len(self.all).to_bytes(4, "little"), given),
         )
-        self._rest = [b"N" if spelling.is_item else b""]
         self.all.append(run)
 
-    def _resolved(self, number: int, found: list[Any]) -> RunColumns:
+    def _resolved(self, number: int, found: list[Any]) -> RunColumns | TensorRun:
         return self.all[number].resolve(found)
 
 
