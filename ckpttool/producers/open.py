@@ -283,14 +283,10 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
         return None
     names = {file.name for file in source.catalogue.files}
     unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
-    parts.assign(source.catalogue)
-    # Tensors of one name and other shapes are not copies of one: an optimizer has those of its rank, experts differ.
-    own = all(entry.part.kind in parts.PER_RANK for entry in source.catalogue.entries.values())
-    own = own or any({"ranks", "expected"} <= fault.facts.keys() for fault in source.catalogue.faults)
     if (
         layout.unreadable
         or (unread and (row is rankfiles.FORMAT or not source.catalogue.faults))
-        or (own and reader.is_of_each_rank(source.catalogue))
+        or (reader.is_of_each_rank(source.catalogue) and _is_own(source.catalogue))
         or "unused" in source.catalogue.facts
     ):
         source.close()
@@ -298,6 +294,15 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     if layout.assets:
         source.catalogue.facts.setdefault("assets", layout.assets)
     return source
+
+
+def _is_own(catalogue: Catalogue) -> bool:
+    """Return whether what contradicts itself in files of ranks is what each has of its own."""
+    # Tensors of one name and other shapes are not copies of one: an optimizer has those of its rank, experts differ.
+    if any({"ranks", "expected"} <= fault.facts.keys() for fault in catalogue.faults):
+        return True
+    parts.assign(catalogue)
+    return all(entry.part.kind in parts.PER_RANK for entry in catalogue.entries.values())
 
 
 def _detect(location: Location, directory: Directory | None) -> Format:

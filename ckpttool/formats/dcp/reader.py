@@ -161,7 +161,8 @@ class _CatalogueBuilder:
         if self._is_safetensors:
             chunks = self._safetensors_chunks(name, entry)
         elif 0 not in entry.shape and entry.is_whole:
-            chunks = Chunks.single(entry.shape, Extent(*entry.item(0)[:3], item=True))
+            chunks = Chunks.run(entry.shape, entry.files[0], entry.starts[0], entry.lengths[0])
+            chunks.item = True
             # Of 100,000 small tensors, those of the index are as large as the rest.
             entry.offsets, entry.sizes = chunks.offsets, chunks.sizes
             entry.files, entry.starts, entry.lengths = chunks.file, chunks.offset, chunks.nbytes

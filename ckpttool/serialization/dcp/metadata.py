@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice, repeat
@@ -359,14 +359,18 @@ class _Reader:
         self._key = None
 
     def _assign_chunks(self, key: str, entry: StoredTensor, rows: list[tuple[Any, ...]]) -> None:
-        _, offsets, hints, *places = zip(*rows, strict=True)
+        positions: Iterable[int | None] = (0,)
+        _, at, hint, *_ = rows[0]
+        # Most of 100,000 tensors have one chunk.
+        if not (len(rows) == len(entry.files) == 1 and hint == 0 and at == entry.offsets[0]):
+            _, offsets, hints, *_ = zip(*rows, strict=True)
+            try:
+                is_expected = list(map(entry.offsets.__getitem__, hints)) == list(offsets)
+            except (TypeError, IndexError):
+                is_expected = False
+            positions = hints if is_expected else _positions(entry, offsets, hints)
         try:
-            is_expected = list(map(entry.offsets.__getitem__, hints)) == list(offsets)
-        except (TypeError, IndexError):
-            is_expected = False
-        positions = hints if is_expected else _positions(entry, offsets, hints)
-        try:
-            for i, number, start, length, transforms in zip(positions, *places, strict=True):
+            for i, (_, _, _, number, start, length, transforms) in zip(positions, rows, strict=True):
                 if i is None:
                     self._strays.append(key)
                     continue
