@@ -18,7 +18,7 @@ import re
 import struct
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any
@@ -91,9 +91,23 @@ def _tokens(without: bytes) -> bytes:
     return b"|".join(fixed_length(frozenset(range(256)).difference(without)).values())
 
 
-_get = re.compile(rb"(?:" + _tokens(b"hj") + rb")*(?:h(.)|j(.{4}))", re.S).findall
-# The group holds the opcode before.
-_put = re.compile(rb"(" + _tokens(b"qr") + rb")*(?:q(.)|r(.{4}))", re.S).findall
+_get = re.compile(rb"(?:" + _tokens(b"hj") + rb")*(h.|j.{4})", re.S).findall
+_is_numbered = re.compile(rb"(?:" + _tokens(b"qr") + rb")*[qr]", re.S).match
+_MANY_NUMBERS = 64
+
+
+def _puts(numbers: Collection[int]) -> re.Pattern[bytes]:
+    """Return a pattern of what puts a value into the memo under one of these numbers, or under any if they are many.
+    The first group holds the opcode before."""
+    one, four, others = rb"q(.)", rb"r(.{4})", _tokens(b"qr")
+    if len(numbers) <= _MANY_NUMBERS:
+        short = b"".join(re.escape(bytes((n,))) for n in numbers if n < 256)
+        long = b"|".join(re.escape(n.to_bytes(4, "little")) for n in numbers)
+        one, four = rb"q([%b])" % short, rb"r(%b)" % long
+        others += rb"|q[^%b]|r(?!%b).{4}" % (short, long)
+    return re.compile(rb"(%b)*(?:%b|%b)" % (others, one, four), re.S)
+
+
 # Several in a row give a number each to the same value.
 _memoize = re.compile(rb"(" + _tokens(b"\x94") + rb")*(\x94+)", re.S).findall
 
@@ -105,18 +119,19 @@ def shares_tuples(pieces: list[bytearray], rows: list[int]) -> bool:
     mentions: Counter[bytes] = Counter()
     for piece in pieces:
         # The search is to end at the end; else it would begin anew between opcodes.
-        mentions.update(one or four for one, four in _get(piece + b"h\0"))
-        mentions[b"\0"] -= 1
+        mentions.update(_get(piece + b"h\0"))
+        mentions[b"h\0"] -= 1
     mentioned: Counter[int] = Counter()
-    for argument, count in mentions.items():
-        mentioned[int.from_bytes(argument, "little")] += count
+    for get, count in mentions.items():
+        mentioned[int.from_bytes(get[1:], "little")] += count
     if sum(mentioned.values()) < _FEW:
         return False
-    puts = [put for piece in pieces for put in _put(piece + b"q\0")[:-1]]
-    if not puts:
+    if not any(map(_is_numbered, pieces)):
         return _tuples_mentioned(pieces, rows, mentioned) >= _FEW
     if any(rows) or any(b"\x94" in piece and any(map(itemgetter(1), _memoized(piece))) for piece in pieces):
         return True  # no writer numbers in both ways
+    find = _puts(mentioned.keys() | {0}).findall  # with what ends each piece
+    puts = [put for piece in pieces for put in find(piece + b"q\0")[:-1]]
     tuples = {int.from_bytes(one or four, "little") for before, one, four in puts if before[:1] in _TUPLE_ON_TOP}
     return sum(mentioned[index] for index in tuples) >= _FEW
 

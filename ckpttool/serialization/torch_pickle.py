@@ -25,7 +25,8 @@ from ckpttool.serialization import pickler, unpickler
 from ckpttool.serialization.pickler import PickleWriter, spelt_text
 
 
-@dataclass(frozen=True, slots=True)
+# Neither this nor `TensorRef` is ever changed; a frozen dataclass takes three times as long to make.
+@dataclass(slots=True, unsafe_hash=True)
 class StorageRef:
     """A storage of the file: `StorageRef("0", float32, 52, "cpu")`. `numel` counts elements, or bytes when `dtype` is
     None (untyped). `view` is a legacy file's `(offset, numel)` of a view into the storage."""
@@ -50,7 +51,7 @@ class StorageRef:
         return TensorRef(self, self.dtype or DTYPES["uint8"], 0, (numel,), (1,))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TensorRef:
     """A tensor as a pickle describes it; offset and strides in elements. `wrapper` is the class it had beyond
     Tensor, Parameter and Buffer; `attributes` are names of Python attributes that were set on it. A tensor on the

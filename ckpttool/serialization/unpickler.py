@@ -111,6 +111,8 @@ class _Ordered(OrderedDict[Any, Any]):
 
 
 def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    if pairs == ():  # as each tensor of torch.save has one, for its hooks
+        return _Ordered()
     if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
         raise TypeError
     _hashing([key for key, _ in pairs])
