@@ -143,6 +143,9 @@ class _IndexMerger:
         numbers = [self._file(name) for name in part.files]
         is_unchanged = numbers == list(range(len(numbers)))
         index = self.index
+        if not index.entries and is_unchanged:
+            index.entries, index.paths = dict(part.entries), part.paths
+            part.entries, part.paths = {}, None
         for name, entry in part.entries.items():
             renumbered = entry if is_unchanged else metadata.in_files(entry, numbers)
             existing = index.entries.get(name)

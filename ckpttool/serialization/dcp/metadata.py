@@ -257,6 +257,9 @@ class _Reader:
             self._check_assigned(entry)
         self._key = None
         paths = self._paths(root.fields.get("planner_data"))
+        # The strings of the pickle, which key paths have too; a run has its own.
+        own = {name: name for name in paths or ()}
+        entries = {own.get(name, name): entry for name, entry in entries.items()}
         extra = root.fields.get("ckpttool")
         check_depths(extra)
         return IndexContents(
