@@ -39,7 +39,7 @@ from ckpttool.serialization.dcp import metadata as dcpmetadata
 from ckpttool.serialization.dcp import metadata_classes as classes
 from ckpttool.serialization.dcp import metadata_fast as dcpruns
 from ckpttool.serialization.dcp.metadata import IndexItem, StoredTensor
-from ckpttool.serialization.dcp.metadata_tensors import TensorRun
+from ckpttool.serialization.dcp.metadata_tensors import Descriptions, TensorRun
 
 
 def by_torch(world: int = 3, names: int = 2) -> Metadata:
@@ -370,6 +370,22 @@ def test_our_own_tensors_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None and sum(len(run.names) for run in tensors_of(found)) > 2500
     by_runs, whole = both_ways(data, monkeypatch)
     assert by_runs == whole and len(whole[0]) == 3000
+
+
+def test_tensors_of_which_no_two_are_alike_are_left_to_the_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = by_torch(1, 1)
+    for n in range(3000):
+        shape = torch.Size([n, 7])
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([*shape]))
+        value.state_dict_metadata[f"h.{n}"] = TensorStorageMetadata(TensorProperties(torch.int8), shape, [chunk])
+        value.storage_data[MetadataIndex(f"h.{n}", [0, 0], 0)] = _StorageInfo("__0_0.distcp", n * 1000, 900)
+
+    def kind(self: Descriptions, text: bytes) -> None:
+        raise AssertionError(text)
+
+    monkeypatch.setattr(Descriptions, "_kind", kind)
+    found = runs_of(unframed(value))
+    assert found is not None and columns(found) and not tensors_of(found)
 
 
 @pytest.mark.parametrize("ours", [False, True])

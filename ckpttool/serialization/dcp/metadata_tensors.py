@@ -17,6 +17,7 @@ one value. So a run of entries becomes one: the names, and descriptions that the
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -110,12 +111,13 @@ class Descriptions:
                 at -= sum(map(len, parts[-3:]))
                 del parts[-3:]
             yield parts[0]
+            for text, count in Counter(parts[3::3]).items():
+                # Where each tensor has a shape of its own, to look at them takes longer than to unpickle them.
+                if count >= _LEAST and text not in self._kinds:
+                    self._kinds[text] = self._kind(text)
             run: list[tuple[bytes, bytes, bytes]] = []
             for entry in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-                text = entry[2]
-                if text not in self._kinds:
-                    self._kinds[text] = self._kind(text)
-                if self._kinds[text] is not None:
+                if self._kinds.get(entry[2]) is not None:
                     run.append(entry)
                 else:
                     yield self._run(run)
