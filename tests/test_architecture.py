@@ -337,10 +337,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "require")
     }
-    assert {name for what, name in defined if what == "resolve"} == {
-        "catalogue.protocols",
-        "serialization.dcp.metadata_fast",
-    }
+    assert {name for what, name in defined if what == "resolve"} == {"catalogue.protocols"}
     assert {name for what, name in defined if what == "require"} == {
         "catalogue.protocols",
         "catalogue.validation",

@@ -81,7 +81,7 @@ class RunColumns:
         """The references in columns, each once."""
         return self._references
 
-    def resolve(self, found: list[Any]) -> RunColumns:
+    def refer(self, found: list[Any]) -> RunColumns:
         """Check the values of the references of the pattern, and set those in columns. Raises CorruptError if they
         differ."""
         values = iter(found)
@@ -410,7 +410,7 @@ class Runs:
         self.all.append(run)
 
     def _resolved(self, number: int, found: list[Any]) -> RunColumns | TensorRun:
-        return self.all[number].resolve(found)
+        return self.all[number].refer(found)
 
 
 class _Spelling(NamedTuple):

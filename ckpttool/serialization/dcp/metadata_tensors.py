@@ -55,7 +55,7 @@ class TensorRun:
     def __setstate__(self, state: Any) -> NoReturn:
         raise CorruptError("a pickle changes what stands for a run of the index")
 
-    def resolve(self, descriptions: list[Any]) -> TensorRun:
+    def refer(self, descriptions: list[Any]) -> TensorRun:
         """Set what the pickle has made of the descriptions."""
         self.descriptions = descriptions
         return self
