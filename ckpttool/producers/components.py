@@ -116,18 +116,6 @@ class Layout:
     unknown: list[str] = field(default_factory=list)
     unreadable: dict[str, CkptError] = field(default_factory=dict)
 
-    def add(self, other: Layout) -> None:
-        """Add the components of files that are unknown to this layout."""
-        taken = {component.root for component in self.components}
-        for component in other.components:
-            name = component.name.rpartition("/")[2]
-            free = component if component.root not in taken else replace(component, root=(*component.root[:-1], name))
-            self.components.append(replace(free, spare=bool(_OTHER_FORMAT.fullmatch(component.name))))
-        self.assets = sorted((*self.assets, *other.assets))
-        self.missing += other.missing
-        self.unreadable |= other.unreadable
-        self.unknown = []
-
     def merge(self, other: Layout, folder: str) -> None:
         """Add the layout of a folder of the directory."""
 
@@ -236,7 +224,7 @@ ASSET_NAMES = (
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
 # The weights in the older format of transformers, where `model.safetensors` is there too, in another dtype
 # (`model.fp16.safetensors`), or as their authors keep them (Mistral, Llama); for transformers, of verl.
-_OTHER_FORMAT = re.compile(
+OTHER_FORMAT = re.compile(
     r"(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?"
     r"|[^/.]+\.[a-z0-9_]+\.(safetensors|bin)|consolidated[^/]*\.(safetensors|pth))"
 )

@@ -31,6 +31,7 @@ from ckpttool.producers.components import (
     ASSET_NAMES,
     DCP_FILE,
     DCP_FILES,
+    OTHER_FORMAT,
     REPOSITORY,
     Component,
     Layout,
@@ -77,21 +78,21 @@ def layout(
     names: Collection[str] | None = None,
     step: int | None = None,
     *,
-    beside: bool = False,
-    folders: Collection[str] = (),
+    named: Layout | None = None,
     without: Collection[str] = (),
 ) -> Layout:
-    """Return the components of a directory; with `names`, of these files and folders in it, which may lie `beside` what
-    a framework wrote, of what is in `folders` of it beside DCP, and not of the files `without`. `step` is a number in
-    the names of files that lie beside those of other steps."""
-    result = Layout()
-    listed = directory.names if names is None else names
-    is_dcp = names is None and directory.has(DCP_FILE)
-    if is_dcp or (names is None and directory.has(_PIECES)):
+    """Return the components of a directory; with `names`, of these files and folders in it, and not of the files
+    `without`. To those `named` by the row of a framework are added the files that it does not know, and in its folders
+    what lies beside DCP. `step` is a number in the names of files that lie beside those of other steps."""
+    result = Layout() if named is None else named
+    own, is_all = len(result.components), named is None and names is None
+    listed = names if names is not None else directory.names if named is None else named.unknown
+    is_dcp = is_all and directory.has(DCP_FILE)
+    if is_dcp or (is_all and directory.has(_PIECES)):
         result.components.append(Component(""))
         listed = [name for name in listed if not re.fullmatch(DCP_FILES.pattern if is_dcp else _OF_SAFETENSORS, name)]
     found = [*_below(directory, listed, is_dcp, result)]
-    for folder in folders:
+    for folder in [one.name for one in result.components if one.name.endswith("/") and names is None]:
         inner = directory.folder(folder)
         found += _below(inner, inner.names, True, result, folder)
     remaining = dict.fromkeys(sorted({*found}.difference(without)))
@@ -104,8 +105,10 @@ def layout(
         if (warning := _left_over(directory, name, result)) is not None:
             result.warnings.append(warning)
         else:
-            _add_file(directory, name, result, beside=beside)
-    _give_roots(result, step, beside=beside)
+            _add_file(directory, name, result, beside=named is not None)
+    _give_roots(result, own if named is not None else None, step)
+    result.assets.sort()
+    result.unknown = []
     return result
 
 
@@ -276,17 +279,19 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
 # Roots ----------------------------------------------------------------------------------------------------------------
 
 
-def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
-    """Give each component its root: the folders and the stem of its name, the keys of which nothing else has."""
+def _give_roots(layout: Layout, named: int | None, step: int | None) -> None:
+    """Give each component its root, but for the first that a framework has `named`: the folders and the stem of its
+    name, the keys of which nothing else has."""
     documents = (".json", ".yaml", ".yml", ".txt")
-    holders = [c for c in layout.components if _INDEX.fullmatch(c.name) or not c.name.endswith(documents)]
-    alone = holders[0] if len({stem(c, step) for c in holders}) == 1 and not beside else None
+    components = layout.components[named:]
+    holders = [c for c in components if _INDEX.fullmatch(c.name) or not c.name.endswith(documents)]
+    alone = holders[0] if len({stem(c, step) for c in holders}) == 1 and named is None else None
     in_folder: dict[Path, set[Path]] = defaultdict(set)
-    for component in layout.components:
+    for component in components:
         *folders, last = stem(component, step) or ("",)
         in_folder[tuple(folders)].add((*folders, last))
-    taken: dict[Path, Component] = {}
-    for i, component in enumerate(layout.components):
+    taken = {component.root: component for component in layout.components[: named or 0]}
+    for i, component in enumerate(components, named or 0):
         root = stem(component, step)
         while len(root) > 1 and (len(in_folder[root[:-1]]) == 1 or root[-1] == root[-2]) and root[:-1] not in taken:
             root = root[:-1]
@@ -296,7 +301,8 @@ def _give_roots(layout: Layout, step: int | None, *, beside: bool) -> None:
         if other is not None and not (other.kind == component.kind == "shard"):
             root = (*root[:-1], component.name.rpartition("/")[2].replace("*", ""))
         taken.setdefault(root, component)
-        layout.components[i] = replace(component, root=root)
+        is_spare = component.spare or (named is not None and OTHER_FORMAT.fullmatch(component.name) is not None)
+        layout.components[i] = replace(component, root=root, spare=is_spare)
 
 
 def stem(component: Component, step: int | None = None) -> Path:

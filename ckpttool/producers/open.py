@@ -406,7 +406,7 @@ def _of_no_step(run: runs.RunDirectory) -> Iterator[Location]:
 def _may_hold_state(directory: Directory, of_steps: Collection[str]) -> list[str]:
     files_beside = [name for name in directory.names if not (name.endswith("/") or name in of_steps)]
     names = [name for name in files_beside if not (_DOCUMENT.fullmatch(name) or runs.points(directory, name))]
-    layout = contents.layout(directory, names, beside=True)
+    layout = contents.layout(directory, names, named=Layout())
     counting = runs.RunDirectory(directory, [], None).beside
     known = {*layout.unreadable, *(name for one in layout.components for name in one.files)}
     return [name for name in files_beside if name in known or (_DOCUMENT.fullmatch(name) and name in counting)]

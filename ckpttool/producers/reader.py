@@ -34,8 +34,7 @@ def open_directory(producer: Producer, directory: Directory, options: OpenOption
     opened is a fault, unless it is the only one. Raises ReadError or CorruptError."""
     layout = producer.layout(directory)
     own = {component.root for component in layout.components}
-    folders = [component.name for component in layout.components if component.name.endswith("/")]
-    layout.add(contents.layout(directory, layout.unknown, beside=True, folders=folders))
+    contents.layout(directory, named=layout)
     is_alone = all(component.spare or not component.root for component in layout.components)
     opened = layout if is_alone or not producer.is_model else _beside_state(layout, producer, directory)
     source = open_layout(opened, directory, options)
@@ -68,7 +67,7 @@ def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> L
     checkpoints of its run are none."""
     names = [name for name in directory.names if not re.fullmatch(producer.checkpoint_folders, name)]
     spare = {component.name for component in layout.components if component.spare}
-    every = contents.layout(directory, names if len(names) < len(directory.names) else None, beside=True)
+    every = contents.layout(directory, names, named=Layout())
     every.components = [replace(component, spare=component.name in spare) for component in every.components]
     every.missing += layout.missing
     return every
@@ -80,7 +79,7 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     of_components = {name for component in layout.components for name in (component.name, *component.files)}
     if unused := {*source.catalogue.facts.pop("unused", ())} - of_components:
         source.close()
-        layout.add(contents.layout(directory, unused, beside=True))
+        contents.layout(directory, unused, named=layout)
         source = _Opening(directory, layout.components, options).source()
         source.catalogue.facts.pop("unused", None)
     catalogue = source.catalogue
