@@ -258,11 +258,6 @@ def match_components(
         matches = [m for m in directory.matching(pattern.pattern) if m.string in remaining]
         for match in matches:
             del remaining[match.string]
-            if match.string in INDEXES:
-                weight_map = directory.facts(match.string).get("weight_map")
-                named = {*map(str, weight_map.values())} if isinstance(weight_map, dict) else set[str]()
-                absent = sorted(named.difference(directory.names))
-                layout.missing += [f"`{name}` is missing, but `{match.string}` names it" for name in absent[:3]]
         if pattern.unless in directory:
             continue
         if pattern.kind == "asset":
@@ -276,6 +271,8 @@ def match_components(
             if pattern.kind == "shard" and matches:
                 count = matches[0].groupdict().get("count")
                 check_shards(layout, matches[0].string.partition("-")[0], len(matches), count)
+    for index in filter(directory.__contains__, INDEXES):
+        check_index(layout, directory, index)
     layout.unknown += remaining
     _drop_duplicates(layout, root)
     present = {c.root[len(root)] for c in layout.components if len(c.root) > len(root)}
@@ -339,6 +336,15 @@ def check_ranks(layout: Layout, of_rank: Sequence[re.Match[str]]) -> tuple[str, 
     if absent:
         layout.missing.append(f"the file of {rank_ranges(absent)} of {count} is missing beside {some(files, 1)}")
     return files
+
+
+def check_index(layout: Layout, directory: Directory, index: str) -> list[str]:
+    """Add the files that an index names and that are not there to `missing`, and return the others."""
+    weight_map = directory.facts(index).get("weight_map")
+    named = sorted({*map(str, weight_map.values())} if isinstance(weight_map, dict) else ())
+    absent = [name for name in named if name not in directory]
+    layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+    return [name for name in named if name not in absent]
 
 
 def check_shards(layout: Layout, stem: str, present: int, count: str | None) -> None:

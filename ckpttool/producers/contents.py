@@ -20,7 +20,6 @@ from dataclasses import replace
 from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
-from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect
@@ -31,10 +30,12 @@ from ckpttool.producers.components import (
     ASSET_NAMES,
     DCP_FILE,
     DCP_FILES,
+    INDEXES,
     OTHER_FORMAT,
     REPOSITORY,
     Component,
     Layout,
+    check_index,
     check_ranks,
     check_shards,
     rank_sets,
@@ -79,11 +80,13 @@ def layout(
     step: int | None = None,
     *,
     named: Layout | None = None,
+    apart: bool = False,
     without: Collection[str] = (),
 ) -> Layout:
     """Return the components of a directory; with `names`, of these files and folders in it, and not of the files
     `without`. To those `named` by the row of a framework are added the files that it does not know, and in its folders
-    what lies beside DCP. `step` is a number in the names of files that lie beside those of other steps."""
+    what lies beside DCP. `step` is a number in the names of files that lie beside those of other steps; `apart`,
+    also a file alone is mounted under its stem."""
     result = Layout() if named is None else named
     own, is_all = len(result.components), named is None and names is None
     listed = names if names is not None else directory.names if named is None else named.unknown
@@ -96,33 +99,36 @@ def layout(
         inner = directory.folder(folder)
         found += _below(inner, inner.names, True, result, folder)
     remaining = dict.fromkeys(sorted({*found}.difference(without)))
-    for sets in (_indexed, _shards, _ranks):
+    for sets in (_indexed, _left_over, _shards, _ranks):
         for component in [*sets(directory, remaining, result)]:
             result.components.append(component)
             for name in component.files:
                 remaining.pop(name, None)
     for name in remaining:
-        if (warning := _left_over(directory, name, result)) is not None:
-            result.warnings.append(warning)
-        else:
-            _add_file(directory, name, result, beside=named is not None)
-    _give_roots(result, own if named is not None else None, step)
+        _add_file(directory, name, result, beside=named is not None)
+    _give_roots(result, own if named is not None else 0, step, spares=named is not None, apart=apart)
+    result.components[own:] = sorted(result.components[own:], key=lambda one: one.spare)  # compared with the others
     result.assets.sort()
     result.unknown = []
     return result
 
 
-def is_of_safetensors(directory: Directory) -> bool:
-    """Return whether a directory has one file, an index or a training state in safetensors, and nothing but what such a
-    model is made of, by the names."""
+def is_of_safetensors(directory: Directory, layout: Layout) -> bool:
+    """Return whether what a layout does not know yet of a directory is one file, an index or a training state in
+    safetensors, and nothing but what such a model is made of, by the names; its assets are added to the layout."""
     known = rf"{_OF_SAFETENSORS}|{REPOSITORY.pattern}|{re.escape(NAME)}"
-    rest = [n for n in directory.names if not re.fullmatch(known, n) and not _ASSET.fullmatch(n)]
+    others = [name for name in layout.unknown if not re.fullmatch(known, name)]
+    assets = [name for name in others if _ASSET.fullmatch(name)]
+    rest = [name for name in others if name not in assets]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
-    rest += ["sharded/"] if "sharded/" in directory and not is_of_pieces(directory.folder("sharded")) else []
-    return not rest and (number == 1 or directory.has(r".*\.safetensors\.index\.json|ckpttool\.json"))
+    rest += ["sharded/"] if "sharded/" in directory and not _is_of_pieces(directory.folder("sharded")) else []
+    if rest or not (number == 1 or directory.has(r".*\.safetensors\.index\.json|ckpttool\.json")):
+        return False
+    layout.assets = sorted([*layout.assets, *assets])
+    return True
 
 
-def is_of_pieces(directory: Directory) -> bool:
+def _is_of_pieces(directory: Directory) -> bool:
     """Return whether a directory has the pieces that torch's writer joins to the files beside it, and nothing else."""
     return all(re.fullmatch(_PIECES, name) for name in directory.names)
 
@@ -179,42 +185,35 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
             continue
         folder, _, base = name.rpartition("/")
         inner = directory.folder(folder) if folder else directory
-        weight_map = inner.facts(base).get("weight_map")
-        if isinstance(weight_map, dict):
-            above = f"{folder}/" if folder else ""
+        above, weight_map = f"{folder}/" if folder else "", inner.facts(base).get("weight_map")
+        if isinstance(weight_map, dict) and base.endswith(".safetensors.index.json"):
             shards = sorted({f"{above}{one}" for one in weight_map.values() if isinstance(one, str)})
-            if base.endswith(".safetensors.index.json"):
-                yield Component(name, files=(name, *shards))
-            else:
-                for shard in shards:
-                    yield Component(shard, files=(shard,), kind="shard")
+            yield Component(name, files=(name, *shards))
+        elif isinstance(weight_map, dict):
+            # What is missing of the model beside its configuration is known already.
+            present = check_index(Layout() if base in INDEXES and layout.missing else layout, inner, base)
+            for shard in (f"{above}{one}" for one in present):
+                yield Component(shard, files=(shard,), kind="shard")
 
 
-def _is_beside_index(name: str, layout: Layout) -> bool:
-    """Return whether a file is called as those that an index of the layout names."""
-    match = _SHARD.fullmatch(name)
-    stem = re.escape(match["stem"]) if match is not None else "(?!)"
-    return any(re.fullmatch(rf"{stem}\.[a-z]+\.index\.json", component.name) for component in layout.components)
-
-
-def _left_over(directory: Directory, name: str, layout: Layout) -> Warning | None:
-    """Return a warning for a file that is of another save than the index beside it; None for any other file."""
-    folder = name.rpartition("/")[0]
-    for index in (
-        c.name for c in layout.components if _INDEX.fullmatch(c.name) and c.name.rpartition("/")[0] == folder
-    ):
-        inner = directory.folder(folder) if folder else directory
-        model = {(tensor,) for tensor in inner.facts(index.rpartition("/")[2]).get("weight_map", ())}
-        if (warning := left_over(directory.at(name), name, index, model)) is not None:
-            return warning
-    return None
+def _left_over(directory: Directory, names: dict[str, None], layout: Layout) -> tuple[()]:
+    """Take out the files that are of another save than the index beside them, each with a warning."""
+    for index in [c.name for c in layout.components if _INDEX.fullmatch(c.name)]:
+        folder, _, base = index.rpartition("/")
+        weight_map = (directory.folder(folder) if folder else directory).facts(base).get("weight_map", ())
+        model = {(tensor,) for tensor in weight_map}
+        for name in [name for name in names if name.rpartition("/")[0] == folder]:
+            if (warning := left_over(directory.at(name), name, index, model)) is not None:
+                layout.warnings.append(warning)
+                del names[name]
+    return ()
 
 
 def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the files of models that were split without an index: `model-00001-of-00002.safetensors`."""
     sets: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in names:
-        if (match := _SHARD.fullmatch(name)) is not None and not _is_beside_index(name, layout):
+        if (match := _SHARD.fullmatch(name)) is not None:
             sets[match["stem"], match["count"]].append(name)
     for (stem, count), shards in sets.items():
         check_shards(layout, stem, len(shards), count)
@@ -279,30 +278,32 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
 # Roots ----------------------------------------------------------------------------------------------------------------
 
 
-def _give_roots(layout: Layout, named: int | None, step: int | None) -> None:
+def _give_roots(layout: Layout, named: int, step: int | None, *, spares: bool, apart: bool) -> None:
     """Give each component its root, but for the first that a framework has `named`: the folders and the stem of its
-    name, the keys of which nothing else has."""
+    name, the keys of which nothing else has. One alone has its own keys, unless it is to be `apart`; beside what is
+    named there may be `spares`, the same model in another format."""
     documents = (".json", ".yaml", ".yml", ".txt")
     components = layout.components[named:]
     holders = [c for c in components if _INDEX.fullmatch(c.name) or not c.name.endswith(documents)]
-    alone = holders[0] if len({stem(c, step) for c in holders}) == 1 and named is None else None
+    main = [c for c in holders if not (spares and OTHER_FORMAT.fullmatch(c.name))] or holders
+    is_alone = len({stem(c, step) for c in main}) == 1 and not named and not apart
     in_folder: dict[Path, set[Path]] = defaultdict(set)
     for component in components:
         *folders, last = stem(component, step) or ("",)
         in_folder[tuple(folders)].add((*folders, last))
-    taken = {component.root: component for component in layout.components[: named or 0]}
-    for i, component in enumerate(components, named or 0):
+    taken = {component.root: component for component in layout.components[:named]}
+    for i, component in enumerate(components, named):
         root = stem(component, step)
         while len(root) > 1 and (len(in_folder[root[:-1]]) == 1 or root[-1] == root[-2]) and root[:-1] not in taken:
             root = root[:-1]
-        if alone is not None and stem(component, step) == stem(alone, step) and component in holders:
+        if is_alone and component in main:
             root = ()
         other = taken.get(root)
         if other is not None and not (other.kind == component.kind == "shard"):
             root = (*root[:-1], component.name.rpartition("/")[2].replace("*", ""))
         taken.setdefault(root, component)
-        is_spare = component.spare or (named is not None and OTHER_FORMAT.fullmatch(component.name) is not None)
-        layout.components[i] = replace(component, root=root, spare=is_spare)
+        is_spare = spares and (component not in main or not is_alone) and OTHER_FORMAT.fullmatch(component.name)
+        layout.components[i] = replace(component, root=root, spare=component.spare or bool(is_spare))
 
 
 def stem(component: Component, step: int | None = None) -> Path:

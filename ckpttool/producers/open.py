@@ -78,13 +78,14 @@ def open_at(
         if producer is None and (found := foreign.recognise(location, directory)) is not None:
             raise found.refusal(location)
         if producer is not None:
-            source = reader.open_directory(producer, directory, options)
+            opened = _open_directory if producer.is_model else reader.open_directory
+            source = opened(directory, options, producer)
             run = run or _beside(directory, producer)
         else:
             inner = None if directory.has(WHOLE) else runs.find(directory)
             if inner is not None and (newest := _open_newest(inner, options, run or inner)) is not None:
                 return newest
-            source = _open_directory(location, directory, options)
+            source = _open_directory(directory, options)
             if run is None and (run := alternatives.run_in(directory, source.catalogue)) is not None:
                 source.close()
                 others = {name for one in run.checkpoints if one != run.chosen for name in one.files}
@@ -246,32 +247,50 @@ def _open_step(
     return source
 
 
-def _open_directory(location: Location, directory: Directory, options: OpenOptions) -> Source:
-    """Open a directory of no framework: by the format that all of it is of, else each of its files as a component."""
+def _open_directory(directory: Directory, options: OpenOptions, producer: Producer | None = None) -> Source:
+    """Open a directory of no framework, or of a model with what a producer has beside it: by the format that all of it
+    is of, else each of its files as a component."""
+    location = directory.path
+    layout = producer.layout(directory) if producer is not None else Layout(unknown=[*directory.names])
     row = next((row for row in formats.FORMATS if row.recognise(location)), None)
-    if row is not None and contents.is_of_safetensors(directory):
+    if row is not None and contents.is_of_safetensors(directory, layout):
         # Nothing else is looked at, which on the Hub would be a request each.
         model = row.open(location, options)
         if "unused" not in model.catalogue.facts:
-            return model
+            reader.annotate(model.catalogue, layout, directory)
+            return reader.said_by(producer, model)
         model.close()
-    layout = contents.layout(directory)
-    if row is not None and (source := _opened_whole(row, location, layout, options)):
-        return source
+    layout = contents.layout(directory, named=producer.layout(directory) if producer is not None else None)
+    is_alone = all(component.spare or not component.root for component in layout.components)
+    if producer is not None and not is_alone:
+        layout = _beside_state(directory, producer, layout.missing)
+    if row is not None and (source := _opened_whole(row, directory, layout, options)):
+        return reader.said_by(producer, source)
     if layout.components and (checkpoints := runs.inside(directory)):
         raise _inside(location, directory, checkpoints, filter(formats.DATA_FILE.fullmatch, directory.names))
     if not layout.components:
         # Its error says what is there.
         return _detect(location, directory).open(location, options)
-    return reader.open_layout(layout, directory, options)
+    source = reader.open_layout(layout, directory, options)
+    if producer is not None and is_alone and any(one.root for one in source.catalogue.facts.get("components", ())):
+        # A second file of the model has turned out to be another one.
+        source.close()
+        source = reader.open_layout(_beside_state(directory, producer, layout.missing), directory, options)
+    return reader.said_by(producer, source)
 
 
-def _opened_whole(row: Format, location: Location, layout: Layout, options: OpenOptions) -> Source | None:
+def _beside_state(directory: Directory, producer: Producer, missing: list[str]) -> Layout:
+    """Return the layout of a model beside other state, of which it is a part like any other, as are documents."""
+    names = [name for name in directory.names if not re.fullmatch(producer.checkpoint_folders, name)]
+    return contents.layout(directory, named=Layout(unknown=names, missing=missing), apart=True)
+
+
+def _opened_whole(row: Format, directory: Directory, layout: Layout, options: OpenOptions) -> Source | None:
     """Open a directory by the format that recognises it; return None if that leaves one of its files unread, or takes
     what each rank has of its own for copies."""
     if any(component.name for component in layout.components) and any(not c.name for c in layout.components):
         return None
-    stems = {component.root for component in layout.components}
+    location, stems = directory.path, {component.root for component in layout.components}
     is_indexed = (location / "model.safetensors.index.json").exists()
     if row is safetensors.FORMAT and len(stems) > 1 and not is_indexed:
         return None  # each of its files is a part, whose name is that of the file
@@ -291,8 +310,7 @@ def _opened_whole(row: Format, location: Location, layout: Layout, options: Open
     ):
         source.close()
         return None
-    if layout.assets:
-        source.catalogue.facts.setdefault("assets", layout.assets)
+    reader.annotate(source.catalogue, layout, directory)
     return source
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -29,23 +28,22 @@ from ckpttool.text import plural
 from ckpttool.transfer import twins
 
 
-def open_directory(producer: Producer, directory: Directory, options: OpenOptions) -> Source:
+def open_directory(directory: Directory, options: OpenOptions, producer: Producer) -> Source:
     """Open a directory of a framework, with the files that the framework does not know. A component that cannot be
     opened is a fault, unless it is the only one. Raises ReadError or CorruptError."""
     layout = producer.layout(directory)
     own = {component.root for component in layout.components}
     contents.layout(directory, named=layout)
-    is_alone = all(component.spare or not component.root for component in layout.components)
-    opened = layout if is_alone or not producer.is_model else _beside_state(layout, producer, directory)
-    source = open_layout(opened, directory, options)
-    if producer.is_model and is_alone and any(one.root for one in source.catalogue.facts.get("components", ())):
-        # A second file of the model has turned out to be another one.
-        source.close()
-        source = open_layout(_beside_state(layout, producer, directory), directory, options)
+    source = open_layout(layout, directory, options)
     source.catalogue.faults += _too_few_ranks(layout, directory, source.catalogue.world_size)
-    if producer.confirm is None or producer.confirm(source.catalogue):
-        source.catalogue.facts["producer"] = producer.name
     source.catalogue.warnings += _absent_parts(layout.absent, own, source.catalogue)
+    return said_by(producer, source)
+
+
+def said_by(producer: Producer | None, source: Source) -> Source:
+    """Return a source with the name of the framework whose row describes it, if its contents confirm that."""
+    if producer is not None and (producer.confirm is None or producer.confirm(source.catalogue)):
+        source.catalogue.facts["producer"] = producer.name
     return source
 
 
@@ -62,17 +60,6 @@ def _absent_parts(absent: Collection[str], own: Collection[Path], catalogue: Cat
         yield Warning("missing-part", f"there is no {' and no '.join(dict.fromkeys(absent))} in it")
 
 
-def _beside_state(layout: Layout, producer: Producer, directory: Directory) -> Layout:
-    """Return the layout by contents of a model that lies beside other state, of which it is a part like any other; the
-    checkpoints of its run are none."""
-    names = [name for name in directory.names if not re.fullmatch(producer.checkpoint_folders, name)]
-    spare = {component.name for component in layout.components if component.spare}
-    every = contents.layout(directory, names, named=Layout())
-    every.components = [replace(component, spare=component.name in spare) for component in every.components]
-    every.missing += layout.missing
-    return every
-
-
 def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> Source:
     """Open the components of a directory, and what a format has left in it. Raises ReadError or CorruptError."""
     source = _Opening(directory, layout.components, options).source()
@@ -85,6 +72,12 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     catalogue = source.catalogue
     # Files that an index does not mention are other components or assets, or cannot be read.
     catalogue.warnings[:] = [w for w in catalogue.warnings if w.kind != "unlisted-file"]
+    annotate(catalogue, layout, directory)
+    return source
+
+
+def annotate(catalogue: Catalogue, layout: Layout, directory: Directory) -> None:
+    """Add what a layout has beside components: assets, warnings, and what is missing or cannot be read."""
     if layout.assets:
         catalogue.facts["assets"] = [name.rstrip("/") for name in layout.assets]
         places = [(name, directory.at(name).absolute()) for name in layout.assets if not directory.leads_out(name)]
@@ -93,7 +86,6 @@ def open_layout(layout: Layout, directory: Directory, options: OpenOptions) -> S
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
     catalogue.faults += [_incomplete(text, directory) for text in layout.missing]
-    return source
 
 
 def _incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.formats import documents
-from ckpttool.producers import accelerate, contents
+from ckpttool.producers import accelerate
 from ckpttool.producers.components import (
     TEXTS,
-    Component,
     Layout,
     Pattern,
     Producer,
@@ -43,13 +42,9 @@ _TRAINER = (
     *accelerate.REST,
     Pattern(_CHECKPOINT, kind="ignored"),
 )
+# Its weights are told by what they hold, as in any directory.
 _PRETRAINED = (
-    Pattern(r".*\.safetensors(\.index\.json)?", kind="ignored"),
-    Pattern(r"pytorch_model\.bin"),
-    Pattern(r"pytorch_model-\d+-of-\d+\.bin", kind="shard"),
-    Pattern(r"pytorch_model\.bin\.index\.json", kind="ignored"),
-    Pattern(r"training_args\.bin", kind="asset"),
-    TEXTS,
+    Pattern(rf"training_args\.bin|(?!.*\.index\.json$){TEXTS.pattern}", kind="asset"),
     Pattern(_CHECKPOINT, kind="ignored"),
 )
 
@@ -60,15 +55,9 @@ def _require_files(directory: Directory, layout: Layout) -> None:
         layout.missing.append("`rng_state_1.pth` is missing: one process alone saves `rng_state.pth`")
 
 
-def _prefer_safetensors(directory: Directory, layout: Layout) -> None:
+def _require_state(directory: Directory, layout: Layout) -> None:
     if directory.has(r"rng_state(_0)?\.pth"):
         layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
-    if directory.has(r".*\.safetensors"):
-        # The reader of the format joins the files of a model, and compares them with their pieces.
-        layout.unknown = sorted([*layout.unknown, *(name for c in layout.components for name in c.files)])
-        if "sharded/" in layout.unknown and contents.is_of_pieces(directory.folder("sharded")):
-            layout.unknown.remove("sharded/")
-        layout.components = [Component("")]
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -154,6 +143,6 @@ PRETRAINED = Producer(
     (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
     _PRETRAINED,
     applies=lambda directory: not directory.has(r"ckpttool\.json|(__\d+)?\.metadata"),
-    adjust=_prefer_safetensors,
+    adjust=_require_state,
     checkpoint_folders=_CHECKPOINT,
 )

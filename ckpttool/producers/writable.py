@@ -94,7 +94,7 @@ def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> For
     def open_written(location: Location, options: OpenOptions = NO_HINTS) -> Source:
         if layout.open is not None:
             return layout.open(Directory(location), options)
-        return reader.open_directory(_producer_of(layout), Directory(location), options)
+        return reader.open_directory(Directory(location), options, _producer_of(layout))
 
     return Format(
         name=layout.name,

@@ -668,7 +668,7 @@ def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
     state = torch_shards(tmp_path / "model")
     catalogue = inspect(tmp_path / "model")
     assert catalogue.facts["producer"] == "transformers"
-    assert catalogue.facts["assets"] == ["config.json"]
+    assert catalogue.facts["assets"] == ["config.json", "pytorch_model.bin.index.json"]
     convert(tmp_path / "model", tmp_path / "model.safetensors")
     back = load_file(tmp_path / "model.safetensors")
     assert set(back) == set(state)
