@@ -12,23 +12,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpttool.errors import CkptError
+from ckpttool.producers.components import ASSET_NAMES
 from ckpttool.storage.stores import Location
 
 _NAMES = re.compile(
-    # transformers: configs, and what processors save
-    r"(config|generation_config|adapter_config|processor_config|preprocessor_config|[a-z]+_(pre)?processor_config"
-    r"|quantization_config|quantize_config|hf_quant_config|audio_tokenizer_config|modelcard|chat_template"
-    r"|decision|decision_config|judge_config|calibration"
+    # Those that lie beside a model wherever it is read; and what may be state in a directory of other files:
+    rf"{ASSET_NAMES}"
+    # configs of transformers
+    r"|(quantize_config|hf_quant_config|modelcard|decision|decision_config|judge_config|calibration"
     # tokenizers of transformers, by `vocab_files_names`
-    r"|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|vocab-(src|tgt)|target_vocab|entity_vocab"
-    r"|normalizer|emoji|byte_maps|word_shape|word_pronunciation|encoder|tekken|params"
+    r"|vocab-(src|tgt)|target_vocab|entity_vocab|normalizer|emoji|byte_maps|word_shape|word_pronunciation|encoder|tekken|params"
     # sentence-transformers
-    r"|modules|config_sentence_transformers|sentence_[a-z-]+_config|router_config|wordembedding_config"
-    r"|[a-z]+tokenizer_config|idf"
+    r"|config_sentence_transformers|sentence_[a-z-]+_config|router_config|wordembedding_config"
+    r"|idf"
     # diffusers
     r"|model_index|scheduler_config)\.json"
-    r"|vocab\.(txt|bpe)|merges\.txt|dict\.txt|bpe\.codes|prophetnet\.tokenizer"
-    r"|(tokenizer|sentencepiece|sentencepiece\.bpe|spiece|spm|spm_char|tiktoken)\.model(\.v\d+)?|(source|target)\.spm"
+    r"|vocab\.bpe|dict\.txt|bpe\.codes|prophetnet\.tokenizer"
+    r"|(tokenizer|sentencepiece|spm|spm_char|tiktoken)\.model(\.v\d+)?|(source|target)\.spm"
     r"|[a-z][a-z0-9_]*\.tiktoken|(([a-z]+_)?chat|decision)_template\.jinja"
     r"|README\.md|(LICENSE|LICENCE|NOTICE|COPYING|USE_POLICY)([-_.](?!.*(key|secret|token|cred|passw))[a-z0-9._-]+)?",
     re.I,

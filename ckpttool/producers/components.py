@@ -215,10 +215,11 @@ class Constant:
 
 # Files that several frameworks have -----------------------------------------------------------------------------------
 
+# What libraries write beside the weights of a model.
 ASSET_NAMES = (
     r"(config|generation_config|added_tokens|special_tokens_map|chat_template|adapter_config|quantization_config"
     r"|[a-z_]*processor_config|[a-z_]*tokenizer_config|tokenizer|vocab|modules|preprocessor)\.json"
-    r"|(all|train|eval|predict|test)_results\.json|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model|.*\.jinja|.*\.tiktoken|README\.md|LICENSE.*|.*\.py"
+    r"|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")

@@ -62,8 +62,8 @@ _OF_SAFETENSORS = r".*\.safetensors(\.index\.json)?|ckpttool\.json|sharded/"
 # Of the model for other libraries, and what people look at. A replay buffer may be an HDF5 file, too.
 _OTHER_LIBRARIES = r".*\.(msgpack|onnx|onnx_data|gguf|ot|tflite|pb|engine|mlmodel)|tf_model(-\d{5}-of-\d{5})?\.h5"
 _LOOKED_AT = (
-    r".*\.(log|md|pyc?|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken)"
-    r"|Thumbs\.db|events\.out\.tfevents.*"
+    r".*\.(log|md|pyc?|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken|jinja)"
+    r"|(all|train|eval|predict|test)_results\.json|LICENSE.*|Thumbs\.db|events\.out\.tfevents.*"
 )
 _ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
 # Folders of frameworks; in those of other directories there may be state.

@@ -352,6 +352,7 @@ def _unread(directory: Directory, catalogue: Catalogue) -> Iterator[Warning]:
     are links out of it: they are not read."""
     for tool, error in directory.unseen.items():
         yield Warning("not-looked", f"{tool}: could not look ({error.message})", file=error.facts.get("file"))
+    yield from runs.gone(directory)
     names = (*catalogue.facts.get("assets", ()), *filter(directory.__contains__, (beside.CONFIG,)))
     for name in filter(directory.leads_out, dict.fromkeys(names)):
         yield Warning("left-out", f"`{name}`: a link that leaves the checkpoint, which is not read", file=name)
@@ -395,6 +396,7 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         reasons = "; ".join(f"`{c.name}`: {c.why_not}" for c in run.newer[-3:])
         text = f"`{chosen.name}` is opened; newer checkpoints are incomplete: {reasons}"
         catalogue.warnings.insert(0, Warning("chosen", text))
+    catalogue.warnings += runs.gone(run.directory)
     own = {file.location for file in catalogue.own_files}
     same = ((one.name, at) for one in run.of_same_step for at in run.locations(one))
     read = {name for name, at in same if any(file == at or file.is_below(at) for file in own)}

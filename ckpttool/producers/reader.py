@@ -55,7 +55,7 @@ def _absent_parts(absent: Collection[str], own: Collection[Path], catalogue: Cat
         parts.assign(catalogue)
         beside = (entry for path, entry in catalogue.entries.items() if deepest(path, others) is not None)
         held = {entry.part.kind for entry in beside if not is_averaged(entry.part.root)}
-        absent = [part for part in absent if part not in held]
+        absent = [part for part in absent if (parts.kind_of_key(part) or part) not in held]
     if absent:
         yield Warning("missing-part", f"there is no {' and no '.join(dict.fromkeys(absent))} in it")
 

@@ -20,6 +20,7 @@ from operator import and_
 from ckpttool import formats
 from ckpttool.catalogue.parts import kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.producers import recognise
@@ -292,6 +293,19 @@ def pointer(directory: Directory) -> tuple[str, int] | None:
     """Return the file or link that names the newest checkpoint, and the step in it; None when there is none."""
     steps = ((name, step_in(target)) for name, target in pointers(directory))
     return next(((name, step) for name, step in steps if step is not None), None)
+
+
+def gone(directory: Directory) -> Iterator[Warning]:
+    """Yield a warning for each file or link that names a newest checkpoint beside it which is not there."""
+    for name, target in pointers(directory):
+        # Other links are read as what they name. A number is a step, and `release` a model of Megatron.
+        is_name = (
+            (_POINTERS.fullmatch(name) or COPY.search(name))
+            and re.fullmatch(r"[\w.=+-]*[a-zA-Z][\w.=+-]*", target) is not None
+            and target != "release"
+        )
+        if is_name and target not in directory and f"{target}/" not in directory:
+            yield Warning("missing-file", f"`{name}` names `{target}`, which is not there", file=name)
 
 
 def pointers(directory: Directory) -> Iterator[tuple[str, str]]:

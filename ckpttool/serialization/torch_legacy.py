@@ -19,6 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from ckpttool.catalogue.entries import Extent
@@ -74,7 +75,9 @@ def is_stream(head: bytes) -> bool:
 def is_tar(head: bytes, path: Location) -> bool:
     """Return whether a file that begins like this (512 bytes) is torch's tar: other checkpoints are tars as well."""
     try:
-        return archives.is_tar(head) and _members(path).keys() >= _MEMBERS
+        # Another tar is not listed for this: torch's begins with these.
+        names = (member.name for member in archives.members(path) if not member.why)
+        return archives.is_tar(head) and {*takewhile(_MEMBERS.__contains__, names)} >= _MEMBERS
     except CkptError:
         return False
 

@@ -298,3 +298,21 @@ def test_an_archive_that_is_written_again(tmp_path: Path) -> None:
         stream.flush()
         with pytest.raises(ReadError, match="changed while it was being read"):
             (root / "data").read(0, 8)
+
+
+def test_a_tar_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is one that torch wrote before 1.0 is seen in its first member: a tar may have thousands."""
+    folder = tmp_path / "step"
+    folder.mkdir()
+    for number in range(8):
+        torch.save({f"layer.{number}.weight": torch.ones(2)}, folder / f"part_{number}.pt")
+    packed, listed, members = pack(folder, tmp_path / "step.tar"), [], archives.members
+
+    def counted(archive: Location) -> Any:
+        for member in members(archive):
+            listed.append(member.name)
+            yield member
+
+    monkeypatch.setattr(archives, "members", counted)
+    assert len(ckpttool.inspect(packed).tensors) == 8
+    assert len(listed) == 8 + 1

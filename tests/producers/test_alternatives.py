@@ -312,3 +312,16 @@ def test_a_pattern_of_parts_is_one_checkpoint(names: str, pattern: str, tmp_path
     assert {file.name for file in ckpttool.inspect(tmp_path / pattern).files} == {*names.split()}
     save(tmp_path / "trials", "1/state.pt 2/state.pt 3/state.pt")
     assert len(ckpttool.inspect(tmp_path / "trials/*/state.pt").files) == 3
+
+
+@pytest.mark.parametrize("names", ["step_1.pt step_2.pt", "step_1/state.pt step_2/state.pt", "state.pt"])
+@pytest.mark.parametrize("is_link", [False, True], ids=["text", "link"])
+def test_a_pointer_to_what_is_gone_is_said(names: str, is_link: bool, tmp_path: Path) -> None:
+    """The newest may have been lost: the one before it was opened without a word."""
+    save(tmp_path, names)
+    pointer = tmp_path / ("latest" if is_link else "last_checkpoint")
+    pointer.symlink_to("model_final.pth") if is_link else pointer.write_text("/elsewhere/model_final.pth\n")
+    said = [str(warning) for warning in ckpttool.inspect(tmp_path).warnings]
+    assert f"`{pointer.name}` names `model_final.pth`, which is not there" in said
+    pointer.unlink()
+    assert "not there" not in str(ckpttool.inspect(tmp_path).warnings)

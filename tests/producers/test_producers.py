@@ -1060,3 +1060,14 @@ def test_a_directory_above_a_run_opens_or_names_the_newest_checkpoint(path: Path
             file.name = file.name.removeprefix("ckpt/")
     assert found.entries.keys() == expected.entries.keys()
     assert [f.name for f in found.own_files] == [f.name for f in expected.own_files]
+
+
+def test_an_optimizer_under_another_name_is_not_missed(tmp_path: Path) -> None:
+    """The row of OLMo calls it `optim`, and a part of its kind is an optimizer."""
+    shutil.copytree(CHECKPOINTS / "run/olmo_unsharded_w2/ckpt", tmp_path / "ckpt")
+    folder = next(path.parent for path in (tmp_path / "ckpt").rglob("optim.*"))
+    (optim,) = folder.glob("optim.*")
+    optim.rename(folder / f"adamw{optim.suffix}")
+    assert "there is no optim" not in str(inspect(folder).warnings)
+    (folder / f"adamw{optim.suffix}").unlink()
+    assert "there is no optim in it" in str(inspect(folder).warnings)
