@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalogue.entries import Catalogue, Object, Part
 from ckpttool.catalogue.values import stub_name
-from ckpttool.producers.components import (
-    INDEXES,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-)
+from ckpttool.producers.components import INDEXES, Layout, Pattern, Producer, WritableLayout
 from ckpttool.serialization.directory import Directory
 
 if TYPE_CHECKING:

@@ -344,7 +344,8 @@ def check_index(layout: Layout, directory: Directory, index: str) -> list[str]:
     weight_map = directory.facts(index).get("weight_map")
     named = sorted({*map(str, weight_map.values())} if isinstance(weight_map, dict) else ())
     absent = [name for name in named if name not in directory]
-    layout.missing += [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+    texts = [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
+    layout.missing += [text for text in texts if text not in layout.missing]  # a row's own are said already
     return [name for name in named if name not in absent]
 
 

@@ -30,7 +30,6 @@ from ckpttool.producers.components import (
     ASSET_NAMES,
     DCP_FILE,
     DCP_FILES,
-    INDEXES,
     OTHER_FORMAT,
     REPOSITORY,
     Component,
@@ -121,16 +120,13 @@ def is_of_safetensors(directory: Directory, layout: Layout) -> bool:
     assets = [name for name in others if _ASSET.fullmatch(name)]
     rest = [name for name in others if name not in assets]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
-    rest += ["sharded/"] if "sharded/" in directory and not _is_of_pieces(directory.folder("sharded")) else []
+    # Of the pieces that torch's writer joins to the files beside them, and nothing else.
+    inside = directory.folder("sharded").names if "sharded/" in directory else ()
+    rest += [name for name in inside if not re.fullmatch(_PIECES, name)]
     if rest or not (number == 1 or directory.has(r".*\.safetensors\.index\.json|ckpttool\.json")):
         return False
     layout.assets = sorted([*layout.assets, *assets])
     return True
-
-
-def _is_of_pieces(directory: Directory) -> bool:
-    """Return whether a directory has the pieces that torch's writer joins to the files beside it, and nothing else."""
-    return all(re.fullmatch(_PIECES, name) for name in directory.names)
 
 
 def _below(
@@ -190,10 +186,8 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
             shards = sorted({f"{above}{one}" for one in weight_map.values() if isinstance(one, str)})
             yield Component(name, files=(name, *shards))
         elif isinstance(weight_map, dict):
-            # What is missing of the model beside its configuration is known already.
-            present = check_index(Layout() if base in INDEXES and layout.missing else layout, inner, base)
-            for shard in (f"{above}{one}" for one in present):
-                yield Component(shard, files=(shard,), kind="shard")
+            present = check_index(layout, inner, base)
+            yield from (Component(above + one, files=(above + one,), kind="shard") for one in present)
 
 
 def _left_over(directory: Directory, names: dict[str, None], layout: Layout) -> tuple[()]:

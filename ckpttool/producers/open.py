@@ -251,7 +251,7 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
     """Open a directory of no framework, or of a model with what a producer has beside it: by the format that all of it
     is of, else each of its files as a component."""
     location = directory.path
-    layout = producer.layout(directory) if producer is not None else Layout(unknown=[*directory.names])
+    layout = Layout(unknown=directory.names) if producer is None else producer.layout(directory)
     row = next((row for row in formats.FORMATS if row.recognise(location)), None)
     if row is not None and contents.is_of_safetensors(directory, layout):
         # Nothing else is looked at, which on the Hub would be a request each.
@@ -260,7 +260,7 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
             reader.annotate(model.catalogue, layout, directory)
             return reader.said_by(producer, model)
         model.close()
-    layout = contents.layout(directory, named=producer.layout(directory) if producer is not None else None)
+    layout = contents.layout(directory, named=None if producer is None else producer.layout(directory))
     is_alone = all(component.spare or not component.root for component in layout.components)
     if producer is not None and not is_alone:
         layout = _beside_state(directory, producer, layout.missing)

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.formats import documents
 from ckpttool.producers import accelerate
-from ckpttool.producers.components import (
-    TEXTS,
-    Layout,
-    Pattern,
-    Producer,
-    WritableLayout,
-)
+from ckpttool.producers.components import TEXTS, Layout, Pattern, Producer, WritableLayout
 from ckpttool.serialization.directory import Directory
 
 if TYPE_CHECKING:
