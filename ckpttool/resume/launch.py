@@ -8,6 +8,7 @@ not train themselves: beside each is one that its rank is forked from.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -105,8 +106,12 @@ def torchrun_world() -> int | None:
 
 def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
     texts = [_text(job, f"rank{rank}.error.json") for rank in range(job.mesh.world)]
-    raised = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    ranks = [_stuck(job, rank, raised.get(rank)) for rank in range(job.mesh.world)]
+    every = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
+    late = [rank for rank in range(job.mesh.world) if _text(job, f"rank{rank}.stack").startswith("Timeout")]
+    # What the others raise once a rank is gone that has exceeded its time is no failure of theirs.
+    end = min((os.stat(os.path.join(job.folder, f"rank{rank}.stack")).st_mtime for rank in late), default=math.inf)
+    raised = {rank: error for rank, error in every.items() if error["at"] < end}
+    ranks = [_stuck(job, rank, every.get(rank), has_failed=rank in raised) for rank in range(job.mesh.world)]
     cause: CkptError | None = None
     if raised:
         # The others fail as well, when the one that they communicate with is gone.
@@ -116,11 +121,11 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
             cause = getattr(errors, error["type"], CkptError)(error["message"], hint=error["hint"], **error["facts"])
         where = f" ({first.where})" if first.where else ""
         message = f"rank {first.rank} failed in {first.phase}{where}: {first.error}"
-    elif late := [rank for rank in range(job.mesh.world) if _text(job, f"rank{rank}.stack").startswith("Timeout")]:
+    elif late:
         # The rank that the others wait for: one in no collective, if any. Its own time may not have been up: it is
         # ended with the first, and may have begun the phase later.
         first = min(
-            (one for one in ranks if one.stack),
+            (one for one in ranks if one.stack and (one.rank in late or one.rank not in every)),
             key=lambda one: (any(w in line for line in one.stack[:3] for w in _WAITING), one.rank not in late),
         )
         where = f", at {first.where}" if first.where else ""
@@ -132,7 +137,7 @@ def _ended(job: Job, name: str, failed: Mapping[int, int]) -> Ended:
     return Ended(Failure(name, f"run {name}: {message}", ranks), cause)
 
 
-def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
+def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None, *, has_failed: bool) -> Stuck:
     # The main thread, the innermost frame first.
     main = _text(job, f"rank{rank}.stack").rpartition("most recent call first):\n")[2]
     frames = [(m[1], int(m[2]), m[3]) for m in map(_FRAME.match, main.splitlines()) if m]
@@ -140,7 +145,7 @@ def _stuck(job: Job, rank: int, error: Mapping[str, Any] | None) -> Stuck:
     phase = _text(job, f"rank{rank}.phase") or "the start of its process"
     if error is not None:
         message = error["message"] if error["ours"] else f"{error['type']}: {error['message']}"
-        return Stuck(rank, phase, error["where"], stack, message)
+        return Stuck(rank, phase, error["where"], error["stack"], message if has_failed else None)
     folder = os.path.dirname(os.path.abspath(job.recipe))
     own = (f"{os.path.basename(f)}:{line} in {what}" for f, line, what in frames if os.path.dirname(f) == folder)
     return Stuck(rank, phase, next(own, None), stack)

@@ -80,15 +80,14 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
         trial(RECIPE, keep=kept)
 
 
-@pytest.mark.long
 def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     done = cli.run(
         "verify-resume", "trial", "--recipe", RECIPE, "--mesh", "shard=2", "--to-mesh", "shard=2", "--steps", "3",
-        "--no-gradients", "--no-deterministic", "--time-limit", "15", "-v", env={"FAULT": "hang"},
+        "--no-gradients", "--no-deterministic", "--time-limit", "6", "-v", env={"FAULT": "hang"},
     )  # fmt: skip
     assert done.exit_code == 1, done.output
     first = done.stdout.splitlines()[0]
-    assert "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:" in first and "in step" in first
+    assert "run A: rank 1 was still in step 2 after 6 s, at recipe_kinds.py:" in first and "in step" in first
     assert "rank 0: step 2" in done.stdout and "distributed_c10d.py" in done.stdout
 
 
@@ -119,6 +118,26 @@ def test_the_rank_that_the_others_wait_for_is_named_though_another_is_late_first
         (tmp_path / f"rank{rank}.phase").write_text("step 2")
     failure = _ended(job, "A", {0: 1}).failure
     assert failure.message == "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:7 in step"
+
+
+@pytest.mark.parametrize("seconds", [-5, 5])
+def test_an_error_after_the_time_of_another_rank_was_up_is_no_failure(tmp_path: Path, seconds: int) -> None:
+    """The one that waits sees the connection closed. An error before is why the other one waited."""
+    job = Job(str(tmp_path), RECIPE, parse_mesh("shard=2"), limit=15.0)
+    stack = tmp_path / "rank1.stack"
+    stack.write_text(f'Timeout (0:00:15)!\nThread 0x1 (most recent call first):\n  File "{RECIPE}", line 7 in step\n')
+    at = stack.stat().st_mtime + seconds
+    waits = ["torch/distributed/distributed_c10d.py:9 in all_reduce"]
+    error = {"at": at, "ours": False, "type": "RuntimeError", "message": "closed", "where": None, "stack": waits}
+    jobs.write(error, str(tmp_path / "rank0.error.json"))
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.phase").write_text("step 2")
+    ended = _ended(job, "A", {0: 1})
+    if seconds < 0:
+        assert ended.raised and ended.failure.message == "run A: rank 0 failed in step 2: RuntimeError: closed"
+    else:
+        assert not ended.raised and ended.failure.ranks[0].stack == waits
+        assert ended.failure.message == "run A: rank 1 was still in step 2 after 15 s, at recipe_kinds.py:7 in step"
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def _described(error: Exception, recipe: str) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": str(error),
         "where": where,
+        "stack": [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)],
     }
     if isinstance(error, CkptError):
         description |= {"ours": True, "message": error.message, "hint": error.hint, "facts": error.facts}
