@@ -33,7 +33,6 @@ class Job:
     """What a run does: take `before` steps or load `load` (by torch alone if `natively`), save to `save` and by torch
     alone to `save_natively`, take `after` steps.
 
-    With `gradients_of`, the folder of another run, nothing is trained: its gradients are computed again on one rank.
     `limit` is in seconds, for each phase.
     """
 
@@ -51,16 +50,13 @@ class Job:
     first: int | None = None
     save: str | None = None
     save_natively: str | None = None
-    keep_gradients: bool = False
-    gradients_of: str | None = None
 
 
 @dataclass(slots=True)
 class Seen:
     """What one rank saw, as a part of a data-parallel replica. `steps` are dicts with `number`, `loss`,
     `gradient_norm`, `batch`, `digest`, `seconds`; `shapes` are parameters whose shards are not of the shape that their
-    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved. `alone` is
-    how far gradients are from those of a run."""
+    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved."""
 
     rank: int
     replica: int = 0
@@ -73,8 +69,6 @@ class Seen:
     memory: dict[str, int] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    gradients: str = ""
-    alone: dict[str, Any] = field(default_factory=dict)
 
 
 def begin(job: Job) -> None:
