@@ -374,8 +374,9 @@ def nbytes(path: str) -> int:
 
 def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
     if not os.path.isdir(path):
-        with suppress(OSError):
-            yield "", os.stat(path)
+        for each in [path] if os.path.lexists(path) else glob.glob(path):  # files of ranks are one checkpoint
+            with suppress(OSError):
+                yield "" if each == path else os.path.basename(each), os.stat(each)
         return
     for folder, _, names in os.walk(path):
         for name in names:

@@ -82,6 +82,15 @@ class Explanation:
         both = ({digest for one in weights for digest in state.digests(one)} for state in (before, after))
         return is_whole and not any(digests <= self._digests for digests in both)
 
+    def add_unloaded(self) -> None:
+        """Add to the report what run B had not loaded when its first step began, where all that followed is as in the
+        run that it is compared with."""
+        if self.report.rule == "control":
+            self.report.findings, self.report.unseen = self.on_other_ranks()
+            self.report.causes = [one.message for one in self.report.findings]
+        else:
+            self.report.not_loaded, self.report.begun_anew = self.not_loaded(), self.begun_anew()
+
     def not_loaded(self) -> list[str]:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
         followed is as in run A: it overwrites them, or does not use them."""
@@ -95,6 +104,29 @@ class Explanation:
             with SavedState(self._saved) as saved:
                 names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
         return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
+
+    def on_other_ranks(self) -> tuple[list[RunDifference], list[str]]:
+        """Return what of the checkpoint run B, on other ranks than A, had not when its first step began although A had
+        it; and the names of what was seen in neither, and of values that are not those of A. The run that B is
+        compared with may lack the same."""
+        before, after = self._after_save("A"), self.hooked["B"].states.get(1)
+        if before is None or after is None:
+            return [], [f"the state of run {'A' if before is None else 'B'}"]
+        lost, unseen = list[str](), list[str]()
+        with SavedState(self._saved) as saved:
+            for name, tensor in saved.tensors.items():
+                own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits) for one in (before, after))
+                # An average may be in no module; what is in one has to be there, not in what was read alone.
+                held = (after.of_script("variables", rank).values() for rank in range(after.world))
+                if now is None and own is not None:
+                    lost.append(own)
+                elif now is None and not any(_text(saved, name) in map(digested, one) for one in held):
+                    unseen.append(name)
+        causes = Causes(before, after, self.at + 1, self.hooked["A"].states.get(1))
+        causes.differing = lost
+        found = [one for one in causes if one.part in ("model", "optimizer", "scheduler", "scaler")]
+        values = [one for one in found if one.name not in lost]
+        return [one for one in found if one not in values], [*unseen, *(one.name or one.message for one in values)]
 
     def begun_anew(self) -> list[str]:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
@@ -151,10 +183,16 @@ class Explanation:
         if name not in self.hooked:
             return None
         states, began = self.hooked[name].states, self.starts.seen[name].began("number").get(self.at)
-        # A save may go on in the background while the next steps are taken.
-        alike = [number for number, one in states.items() if self._counters and one.counters == self._counters]
-        known = [number for number in (began, *alike) if number in states and (number in alike or not self._counters)]
-        return states[known[0]] if known else None
+        alike = [one for one in states.values() if self._counters and self._counters <= one.counters]
+        if (state := states.get(began or 0)) and (state in alike or not self._counters or not self._others_of(state)):
+            return state
+        # A save may go on in the background while the next steps are taken; in phases, optimizers count anew.
+        return min(alike, key=self._others_of, default=None)
+
+    def _others_of(self, state: RunState) -> int:
+        """Return how many weights of a state are not those of the checkpoint."""
+        names = [name for name, kind in state.kinds.items() if kind == "weight"]
+        return sum(self._digests.isdisjoint(state.digests(name)) for name in names)
 
     def _other_checkpoint(self) -> int | None:
         """Return the step of another checkpoint of A whose state B had when its first step began; None if there is

@@ -33,6 +33,7 @@ class Job:
     """What a run does: take `before` steps or load `load` (by torch alone if `natively`), save to `save` and by torch
     alone to `save_natively`, take `after` steps.
 
+    Ranks from `known` on are new where a run resumes, so that no state of theirs was saved: all runs seed them alike.
     `limit` is in seconds, for each phase.
     """
 
@@ -41,6 +42,7 @@ class Job:
     mesh: Mesh
     device: str = "cpu"
     seed: int = 0
+    known: int | None = None
     deterministic: bool = True
     limit: float = 600.0
     before: int = 0

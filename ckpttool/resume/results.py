@@ -284,6 +284,7 @@ class RunReport(Outcome):
     reasons: dict[str, str] = field(default_factory=dict)  #: why each of them is not judged
     unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
     not_loaded: list[str] = field(default_factory=list)  #: what B did not have when it began, without effect
+    unseen: list[str] = field(default_factory=list)  #: what B on other ranks was not seen to have of the checkpoint
     begun_anew: list[str] = field(default_factory=list)  #: numbers of the script that B counts anew, without effect
     values: int = 0  #: number of tensors and values of the last checkpoint that was compared
     judged: int = 0  #: of these, those that are judged

@@ -240,10 +240,8 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
         report.causes = Explanation(starts, reference, first).causes()
     if to_world is not None:
         compare.add_drift(report, a, b)
-    elif compare.is_same(report, starts.excused):
-        explanation = Explanation(starts, reference)
-        report.not_loaded = explanation.not_loaded()
-        report.begun_anew = explanation.begun_anew()
+    if compare.is_same(report, starts.excused):
+        Explanation(starts, reference).add_unloaded()
     if has_controls and compare.is_same(report, starts.excused):
         _resume_again(starts, reference, b, to_world)
     if has_controls and compare.is_same(report, starts.excused):

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -212,11 +213,13 @@ class Starts:
     def taken_by(self, step: int, *, counted: bool = False) -> dict[str, int]:
         """Return how many steps each optimizer of A had taken when it had saved a step, see `taken`."""
         in_all, taken = self.taken(step, counted=counted), self.seen["A"].began("taken").get(step)
-        names = {one.optimizer for steps in self.hooked["A"].steps.values() for one in steps}
+        counts = Counter(one.optimizer for one in self.hooked["A"].steps.get(0, ()))
         if taken is None:
-            return dict.fromkeys(names, in_all)
+            return dict.fromkeys(counts, in_all)
         late = self.taken(step) - in_all
-        return {name: max(0, taken.get(name, 0) - late) for name in names}
+        # In the place of one that takes no step more, as of an earlier phase, there may be another one.
+        left = [name for name in counts if counts[name] > taken.get(name, 0)] or counts
+        return {name: max(0, taken.get(name, 0) - late) for name in left}
 
     def printed(self, run: ScriptRun) -> Mapping[int, list[float]]:
         """Return the losses that a run printed with their steps, after its resume if it has one."""
@@ -282,8 +285,9 @@ class Starts:
         folder, found = os.path.join(self.folder, name, hook), self.seen[name]
         os.makedirs(folder)
         self._recording = folder
-        # What is not restored must not come out the same because it was seeded again.
-        seed = (_SEED + 1_000 if is_resumed else _SEED) if self.inject else None
+        # What is not restored must not come out the same because it was seeded again: as in A, or as in the reference.
+        is_other = is_resumed and name != "control"
+        seed = (_SEED + 1_000 if is_other else _SEED) if self.inject else None
         own = {variable: value or str(_SEED) for variable, _, value in (text.partition("=") for text in self.seeds)}
         temporary = os.path.join(self.folder, name, "tmp")
         if self.inject and len(temporary) <= LONGEST:
@@ -292,10 +296,12 @@ class Starts:
         hooked = inject.environment(
             folder,
             seed=seed,
+            known=(self.world, _SEED),
             observe=self.inject if self.observe is None else self.observe,
             states=self.recorded,
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
+            is_backwards=is_other,
             is_rounded=name == "A2",  # which is run only where B differs
             control=self.control,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -109,6 +110,28 @@ class RunState:
         names = {name for one in self.tensors for name, record in one.items() if "unseen" in record}
         return names | ({"batch"} if any(not self.batch(rank) for rank in range(self.world)) else set())
 
+    def has(self, dtype: str, shape: Sequence[int], elements: Array) -> str | None:
+        """Return the name under which the ranks have a tensor, each all of it or its part; None if they do not."""
+        import numpy as np
+
+        of_part: dict[str, set[str]] = {}
+        for name in self.kinds:
+            ranks, volumes = [one[name] for one in self.tensors if name in one], dict[str, int]()
+            for one in ranks if all((one["dtype"], one["shape"]) == (dtype, [*shape]) for one in ranks) else ():
+                offsets, sizes = one.get("box") or ([0] * len(shape), [*shape])
+                key = f"{offsets}{sizes}"
+                if key not in of_part:
+                    box = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
+                    part = np.ascontiguousarray(elements.reshape(*shape, -1)[box])
+                    of_part[key] = digests(dtype, shape, part, sizes)
+                if one.get("sha256") not in of_part[key]:
+                    break
+                volumes[key] = math.prod(sizes)
+            else:
+                if ranks and sum(volumes.values()) == math.prod(shape):
+                    return name
+        return None
+
     @property
     def counters(self) -> set[Any]:
         """The values of all step counters."""
@@ -150,15 +173,17 @@ def same_batch(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def digests(dtype: str, shape: Sequence[int], elements: Array) -> set[str]:
+def digests(dtype: str, shape: Sequence[int], elements: Array, own: Sequence[int] | None = None) -> set[str]:
     """Return the digests of a tensor as the hook takes them, see `observe/site/state.py`: that of the CPU and, of a
-    large one, that of other devices."""
+    large one, that of other devices. `own` is the shape of the part of it that these are."""
     import numpy as np
 
     from ckpttool.resume.observe.site.state import CHUNK, DIGITS, SMALL  # whose package imports this module
 
     data = elements.reshape(-1).view(np.uint8)
-    both = [hashlib.sha256(f"torch.{dtype}{[*shape]}{[*shape]}".encode()) for _ in range(1 + (data.nbytes > SMALL))]
+    both = [
+        hashlib.sha256(f"torch.{dtype}{[*shape]}{[*(own or shape)]}".encode()) for _ in range(1 + (data.nbytes > SMALL))
+    ]
     for low in range(0, data.nbytes, CHUNK):
         chunk = data[low : low + CHUNK]
         both[0].update(chunk.data)

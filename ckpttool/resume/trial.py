@@ -57,10 +57,9 @@ class _Trial:
     def run(self, name: str, message: str, **more: Any) -> None:
         """Start the ranks of a run and wait for them. Raises Ended."""
         # What is not restored must not come out the same by chance: B has another seed than A, and what repeats it, and
-        # than its reference, unless that has new ranks, of which no state was saved.
-        of_a = name in ("A", "A2") or (name == "control" and more["mesh"].world <= self.base.mesh.world)
-        seed = _SEEDS[not of_a]
-        job = replace(self.base, folder=self.path(name), seed=seed, **more)
+        # than its reference.
+        seed = _SEEDS[name not in ("A", "A2", "control")]
+        job = replace(self.base, folder=self.path(name), seed=seed, known=self.base.mesh.world, **more)
         self.tell(f"run {name}: {message} on {plural(job.mesh.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)

@@ -677,6 +677,68 @@ def test_a_launcher_is_stopped_with_its_workers(stop: str) -> None:
     assert report.verdict == "same", report.message
 
 
+ON_RANKS = """
+import argparse, torch
+
+parser = argparse.ArgumentParser()
+for name in ("--out", "--resume", "--ranks"):
+    parser.add_argument(name)
+args = parser.parse_args()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+step = 0
+if args.resume:
+    saved = torch.load(args.resume)
+    step = saved["step"]
+    for name, part in parts.items():
+        if name != "FAULT":
+            part.load_state_dict(saved[name])
+while step < 6:
+    generator = torch.Generator().manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.randn(3, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+    step += 1
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**state, "step": step}, f"{args.out}/step-{step}.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "verdict", "words"),
+    [
+        ("", "same", "whether data and RNG states go on as in A is not judged on another number of ranks"),
+        ("model", "differs", "weights"),  # which have another seed in each run
+        ("optimizer", "differs", "the optimizer was not loaded"),
+        ("scheduler", "unproven", "`scheduler.last_epoch`"),
+    ],
+)
+def test_what_a_command_and_its_reference_lack_alike_is_found_on_another_number_of_ranks(
+    fault: str, verdict: str, words: str
+) -> None:
+    """Both run the same code, so that their steps are the same whatever is not loaded."""
+    command = [sys.executable, "-c", ON_RANKS.replace("FAULT", fault), "--out", "OUT", "--ranks", "{world}"]
+    given = {"at": 3, "until": 5, "checkpoints": "OUT/step-{step}.pt", "resume_with": RESUME, "timeout": 60.0}
+    report = run(command, world=1, to_world=2, **given)  # type: ignore[arg-type]
+    assert report.verdict == verdict and words in report.message, report.message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("to_world", [1, 3])
+def test_moments_that_are_lost_on_another_number_of_ranks_are_found(to_world: int, tmp_path: Path) -> None:
+    """The shards of each rank are compared with the checkpoint."""
+    text, loads = (SCRIPTS / "train_fsdp2.py").read_text(), '    scheduler.load_state_dict(state["scheduler"])\n'
+    assert loads in text
+    lost = '    for one in optimizer.state.values():\n        one["exp_avg"].zero_()\n'
+    script = tmp_path / "train_fsdp2.py"
+    script.write_text(text.replace(loads, loads + lost))
+    report = trained(script, to_world=to_world)
+    assert report.verdict == "differs" and "moments of the optimizer" in (report.cause or ""), report.message
+
+
 SHUFFLED = """
 import argparse, torch
 from torch.utils.data import DataLoader, TensorDataset

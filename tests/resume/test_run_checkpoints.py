@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 from support import forked_command
 
-from ckpttool.resume.checkpoints import Checkpoints, nbytes
+from ckpttool.resume.checkpoints import Checkpoints, _has_more, nbytes
 from ckpttool.resume.observe.site.keep import Keeper
 from ckpttool.resume.runs import run
 
@@ -129,6 +129,15 @@ def test_what_another_rank_wrote_later_belongs_to_the_last_checkpoint(tmp_path: 
     for checkpoint in found.find().values():
         assert sorted(os.listdir(checkpoint)) == ["own.safetensors", "state.safetensors"]
     assert found.find()[2] == str(out / "at-2")
+
+
+def test_files_of_ranks_are_counted_as_those_of_a_directory(tmp_path: Path) -> None:
+    for folder, ranks in (("was", 1), ("now", 2)):
+        (tmp_path / folder).mkdir()
+        for rank in range(ranks):
+            saved(tmp_path / folder / f"at-2-rank{rank}.safetensors")
+    was, now = (str(tmp_path / folder / "at-2-rank*.safetensors") for folder in ("was", "now"))
+    assert _has_more(now, was) and not _has_more(was, now) and nbytes(now) == 2 * nbytes(was) > 0
 
 
 @pytest.mark.parametrize(("steps", "until"), [(8, 8), (1000, 6), (1000, None)])

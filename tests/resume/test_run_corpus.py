@@ -12,6 +12,7 @@ from support.resume_record import PAGE, recorded, with_table
 
 _STARTED = ("average beside:average",)
 _QUICK = (
+    *("phases, kept", "phases, kept:moments", "phases, at their end:weights"),
     *("hidden state:bank", "stages:frozen", "unused:best weights", "turns", "twins", "async", "torn:torn moments"),
     *(
         "values of ranks, ddp:skipped of rank 1",

@@ -100,6 +100,19 @@ def test_what_a_save_changes_is_seen(tmp_path: Path) -> None:
     assert changed_by_saves(steps[:4]) == [], "one save shows nothing"
 
 
+def test_a_disk_that_is_full_costs_the_copy_and_not_the_record_of_a_step(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters())\n"
+        "for n in range(1, 4):\n"
+        "  m(torch.ones(2, 2) * n).sum().backward(); o.step(); torch.save(m.state_dict(), f'{sys.argv[1]}/{n}.pt')"
+    )
+    (tmp_path / "out").mkdir()
+    (tmp_path / "file").touch()  # nothing can be written below it
+    folders = str(tmp_path / "out"), str(tmp_path / "file" / "kept")
+    hooked = start(["-c", code, folders[0]], tmp_path / "hook", observe=True, keep=folders)
+    assert [*hooked.states] == [2, 3] and any(one.startswith("keep: ") for one in hooked.failures), hooked.failures
+
+
 def test_a_line_is_one_write(tmp_path: Path) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **inject.environment(str(tmp_path))}

@@ -751,6 +751,18 @@ CORPUS = (
             Fault("best weights", "the best weights not loaded", r"best_state"),
         ),
     ),
+    *(
+        Script(
+            f"phases{kept}{where}",
+            f"an optimizer and a scheduler for each phase{kept}{where}",
+            ("train_phases.py", "--out", "OUT", *(["--keeps", "1"] if kept else [])),
+            "OUT/phase_{step}.pt",
+            of("weights, data, torch rng" if where else "weights, moments, optimizer, step counters, scheduler, data"),
+            at=6 if where else 8,
+        )
+        for kept in ("", ", kept")
+        for where in ("", ", at their end")
+    ),
     Script(
         "odd places",
         "averages at the parameters, in the optimizer, in an array; schedulers in a scheduler",

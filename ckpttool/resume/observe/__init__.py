@@ -25,10 +25,12 @@ def environment(
     folder: str,
     *,
     seed: int | None = 0,
+    known: tuple[int | None, int] = (None, 0),
     observe: bool = False,
     states: Sequence[int] = (),
     keep: tuple[str, str] | None = None,
     is_resumed: bool = False,
+    is_backwards: bool = False,
     is_rounded: bool = False,
     control: str = "",
     present: Mapping[str, str] = os.environ,
@@ -37,17 +39,25 @@ def environment(
 
     The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
     directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
-    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller dtypes. A run
-    that was resumed lists directories backwards.
+    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller dtypes. With
+    `is_backwards` directories are listed in the opposite order.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
-    as would one whose data come from a set. What the user has set is kept. `control` names the part of the state that
+    as would one whose data come from a set. Of ranks `known[0]` and above nothing was saved, and their seed is
+    `known[1]`. What the user has set is kept. `control` names the part of the state that
     is left out, see `site/control.py`.
     """
     if seed is None and not observe:
         return {}
-    settings = {"folder": os.path.abspath(folder), "seed": seed, "observe": observe, "states": [*states], "keep": keep}
+    settings: dict[str, Any] = {
+        "folder": os.path.abspath(folder),
+        "seed": seed,
+        "observe": observe,
+        "states": [*states],
+        "keep": keep,
+    }
     settings |= {"is_resumed": is_resumed, "is_rounded": is_rounded, "control": control}
+    settings |= {"known": known, "is_backwards": is_backwards}
     switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
     return {
         "PYTHONPATH": os.pathsep.join([SITE, *filter(None, [present.get("PYTHONPATH")])]),

@@ -30,6 +30,8 @@ from ckpttool.resume.job import ENVIRONMENT, Job
 from ckpttool.resume.observe.site.state import digest
 from ckpttool.training import devices
 
+_SEED_OF_NEW = 20_242_607
+
 
 def deterministic(job: Job) -> list[str]:
     """Set what makes the same run give the same bits, and return these settings for the report."""
@@ -56,7 +58,8 @@ def join(job: Job, rank: int, meeting: str) -> DeviceMesh:
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
     """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
-    value = job.seed + (1 + replica(mesh) if own else 0)
+    is_new = job.known is not None and int(dist.get_rank()) >= job.known
+    value = (_SEED_OF_NEW if is_new else job.seed) + (1 + replica(mesh) if own else 0)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)  # those of all devices

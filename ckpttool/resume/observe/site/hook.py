@@ -281,14 +281,16 @@ class Observer:
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):
             self._name(optimizer)
-            taken = {self._names[one]: count for one, count in self._recorder.counts.items()}
+            taken: dict[str, int] = {}  # of those that were made one after the other, and have one name, together
+            for one, count in self._recorder.counts.items():
+                taken[self._names[one]] = taken.get(self._names[one], 0) + count
             number = self._recorder.count_step(optimizer)
             if self._keeper is not None:  # first: another rank, which is done with its step, may save soon
                 if rank(self._torch):
                     self._keeper.stop()
                 own, count = self._recorder.counts[id(optimizer)], self._recorder.count
                 # One that steps less often than another begins no step of the run by its own number.
-                self._keeper.keep(own if own == count else count + 1, number, taken)
+                self._try(self._keeper.keep, own if own == count else count + 1, number, taken)
             self._look_for_saves()
             batch = " ".join(self._inputs[-_INPUTS:]) or self._fetched
             self._recorder.begin_step(optimizer, batch, is_saved=self._is_saved)

@@ -149,8 +149,11 @@ if _SETTINGS and __name__ == "sitecustomize":
         if _SETTINGS["seed"] is not None:
             import random
 
+            ranks, seed_of_new = _SETTINGS["known"]
+            if ranks is not None and int(os.environ.get("RANK") or ranks) >= ranks:  # or it is not known yet
+                _SETTINGS["seed"] = seed_of_new
             random.seed(_SETTINGS["seed"] + int(os.environ.get("RANK") or 0))
-            if _SETTINGS["is_resumed"]:
+            if _SETTINGS["is_backwards"]:
                 list_backwards()
         _keep()
         sys.meta_path.insert(0, _WaitForTorch())

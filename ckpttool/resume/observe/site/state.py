@@ -59,6 +59,9 @@ class Recorder:
     def __init__(self, folder: str, torch: Any, steps: Iterable[int], *, is_rounded: bool = False) -> None:
         self._folder, self._torch, self._left, self._is_rounded = folder, torch, {*steps}, is_rounded
         self.counts: dict[int, int] = {}  # steps that have begun, by the id of the optimizer
+        self._ends: dict[
+            int, tuple[int, int]
+        ] = {}  # by the same, the first and the last of its steps among those of all
         self._forward: dict[str, Any] | None = None
         self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
         self._batches: list[Any] = []
@@ -98,7 +101,9 @@ class Recorder:
     def count_step(self, optimizer: Any) -> int:
         """Count a step that begins, and return which it is of the steps of all optimizers."""
         self.counts[id(optimizer)] = self.counts.get(id(optimizer), 0) + 1
-        return sum(self.counts.values())
+        number = sum(self.counts.values())
+        self._ends[id(optimizer)] = self._ends.get(id(optimizer), (number, number))[0], number
+        return number
 
     def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> None:
         """Record the state if the step that was counted is one of those asked for, or something was saved before."""
@@ -127,7 +132,10 @@ class Recorder:
         there = self._look() if self._there is None or self.count == 1 else self._there
         optimizers = [*{id(one): one for one in (optimizer, *there.optimizers)}.values()]
         stepped = {id(one.param_groups) for one in optimizers if id(one) in self.counts}
-        there = there._replace(optimizers=[*{id(one.param_groups): one for one in optimizers}.values()])
+        gone = {id(one) for one in optimizers if self._is_replaced(one, optimizers)}
+        optimizers = [*{id(one.param_groups): one for one in optimizers if id(one) not in gone}.values()]
+        schedulers = [one for one in there.schedulers if id(getattr(one, "optimizer", None)) not in gone]
+        there = there._replace(optimizers=optimizers, schedulers=schedulers)
         modules, names = self._named_modules(there)
         values: dict[str, Any] = {}
         for one in self._called:
@@ -156,6 +164,13 @@ class Recorder:
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": rng(self._torch), "forward": self._forward}
+
+    def _is_replaced(self, optimizer: Any, others: Sequence[Any]) -> bool:
+        """Return whether another optimizer goes on with parameters of one, as in the next phase of a training."""
+        own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        last = self._ends[id(optimizer)][1] if id(optimizer) in self._ends else sys.maxsize
+        later = [one for one in others if id(one) in self._ends and self._ends[id(one)][0] > last]
+        return any(id(one) in own for each in later for group in each.param_groups for one in group["params"])
 
     def _generators_of(self, modules: Iterable[Any]) -> dict[str, Any]:
         """Return the generators that modules hold, whose attributes are searched no further."""
@@ -417,6 +432,9 @@ def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str,
     and `exact`, those of the dtypes that have all of the values; if it is False, the digests in these alone.
     """
     record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    with suppress(Exception):  # of a class of tensors that is in no mesh
+        if hasattr(tensor, "placements"):
+            record["box"] = _box(tensor)
     try:
         with torch.no_grad():
             record |= _elements(torch, tensor.detach())
@@ -428,6 +446,14 @@ def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str,
     except Exception as error:  # a class of tensors that has no bytes of its own
         record["unseen"] = type(error).__name__
     return record
+
+
+def _box(tensor: Any) -> tuple[list[int], list[int]]:
+    """Return the offsets and the sizes of what this rank has of a tensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [*offsets], [*sizes]
 
 
 def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
