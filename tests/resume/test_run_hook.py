@@ -139,7 +139,7 @@ def test_a_run_that_resumes_lists_directories_backwards_and_walks_them(tmp_path:
     listed = {}
     for is_resumed in (False, True):
         out = tmp_path / str(is_resumed)
-        start(["-c", code, str(tmp_path), str(out)], tmp_path / f"hook {is_resumed}", is_resumed=is_resumed)
+        start(["-c", code, str(tmp_path), str(out)], tmp_path / f"hook {is_resumed}", is_backwards=is_resumed)
         listed[is_resumed] = out.read_text().split()
     assert listed[True] == listed[False][::-1] and len(listed[True]) == 4
 
