@@ -20,7 +20,7 @@ from ckpttool.resume import compare, states, window
 from ckpttool.resume.causes import OTHER_MODULE, Causes
 from ckpttool.resume.observe.site.state import sha
 from ckpttool.resume.results import RunDifference, ScriptRun
-from ckpttool.resume.starts import Starts
+from ckpttool.resume.starts import Starts, counters
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import some
 
@@ -142,7 +142,7 @@ class Explanation:
                 is_anew = identity.same(start[one], now[one]) and not identity.same(was[one], now[one])
                 if is_anew and isinstance(was[one], (int, float, list)) and one not in self.report.not_loaded:
                     found.setdefault(one, []).append(rank)
-        seen = sum(1 for rank in range(world) if all(one is not None and one.forward[rank] for one in states))
+        seen = _seen(*(one for one in states if one is not None))
         return [f"{one}{_of_ranks(ranks, seen)}" for one, ranks in found.items()]
 
     def unseen_step(self) -> int | None:
@@ -231,8 +231,7 @@ class Explanation:
     @cached_property
     def _counters(self) -> set[float]:
         """The step counters of its optimizers."""
-        with SavedState(self._saved) as saved:
-            return {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
+        return counters(self._saved)
 
     @cached_property
     def _digests(self) -> set[str]:
@@ -322,8 +321,7 @@ def _not_restored(
         for name, how in _other_values(left, values, *of_rank, are_named=are_named):
             others.setdefault((name, how), []).append(rank)
     found: list[tuple[list[str], str]] = []
-    # A rank that did not see in time that another one had saved is not known to have restored anything.
-    seen = sum(1 for one, other in zip(before.forward, after.forward, strict=False) if one and other)
+    seen = _seen(before, after)
     for ranks in dict.fromkeys(map(tuple, lost.values())):
         names = [name for name, of_it in lost.items() if tuple(of_it) == ranks]
         on = _of_ranks(ranks, seen, "on")
@@ -363,6 +361,12 @@ def _other_values(
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
             yield name, f"{instead}{shown(now[one])} and not {shown(value)}"
+
+
+def _seen(*states: RunState) -> int:
+    """Return how many ranks recorded all of some states: one that did not see in time that another one had saved is not
+    known to have restored anything."""
+    return sum(map(all, zip(*(one.forward for one in states), strict=False)))
 
 
 def _of_ranks(ranks: Sequence[int], world: int, word: str = "of") -> str:

@@ -204,11 +204,7 @@ class Starts:
         began = self.seen["A"].began().get(step)
         taken = began - 1 if began is not None else step
         path = self._of_a(step) if counted else None
-        if path is not None:
-            with SavedState(path) as saved:
-                counters = [int(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)]
-            return min(max(counters, default=0) or taken, taken)
-        return taken
+        return min(int(max(counters(path), default=0)) or taken, taken) if path is not None else taken
 
     def taken_by(self, step: int, *, counted: bool = False) -> dict[str, int]:
         """Return how many steps each optimizer of A had taken when it had saved a step, see `taken`."""
@@ -457,6 +453,12 @@ class Starts:
         if self.max_disk is not None and used > self.max_disk:
             message = f"the runs have written {size(used)}, more than `--max-disk {size(self.max_disk)}`"
             raise StorageError(message, hint="save less often, or compare fewer steps: `--until`")
+
+
+def counters(path: str) -> set[float]:
+    """Return the step counters of the optimizers in a checkpoint."""
+    with SavedState(path) as saved:
+        return {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
 
 
 def _check_code(process: Process, run: ScriptRun) -> None:

@@ -130,7 +130,7 @@ class Recorder:
     def _state(self, optimizer: Any) -> dict[str, Any]:
         # Once a step, but for the first one, before which a script may still build what it trains.
         there = self._look() if self._there is None or self.count == 1 else self._there
-        optimizers = [*{id(one): one for one in (optimizer, *there.optimizers)}.values()]
+        optimizers = [*{id(one): one for one in (*there.optimizers, optimizer)}.values()]
         stepped = {id(one.param_groups) for one in optimizers if id(one) in self.counts}
         gone = {id(one) for one in optimizers if self._is_replaced(one, optimizers)}
         optimizers = [*{id(one.param_groups): one for one in optimizers if id(one) not in gone}.values()]
@@ -168,8 +168,10 @@ class Recorder:
     def _is_replaced(self, optimizer: Any, others: Sequence[Any]) -> bool:
         """Return whether another optimizer goes on with parameters of one, as in the next phase of a training."""
         own = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        last = self._ends[id(optimizer)][1] if id(optimizer) in self._ends else sys.maxsize
-        later = [one for one in others if id(one) in self._ends and self._ends[id(one)][0] > last]
+        last = self._ends.get(id(optimizer), (0, 0))[1]
+        # Of one that has not stepped since the resume, the next one was made later.
+        since = next(at for at, one in enumerate(others) if one is optimizer) if not last else 0
+        later = [one for one in others[since:] if id(one) in self._ends and self._ends[id(one)][0] > last]
         return any(id(one) in own for each in later for group in each.param_groups for one in group["params"])
 
     def _generators_of(self, modules: Iterable[Any]) -> dict[str, Any]:
