@@ -93,7 +93,7 @@ def resume(folder: Path, ranks: int) -> bool:
     page = page_of(folder, ranks)
     page.unlink(missing_ok=True)
     words = ["--via", "safetensors", "--world", str(RANKS), "--to-world", str(ranks), "--steps", "3", "--more", "2"]
-    words = ["--recipe", str(HERE / "recipe_fsdp2.py"), *words, "--html", page.name]
+    words = ["--recipe", str(HERE / "recipe_fsdp2.py"), *words, "--no-gradients", "--html", page.name]
     title = f"ckpttool verify-resume trial: {RANKS} ranks -> safetensors -> {ranks} rank{'s' * (ranks > 1)}"
     try:
         step(title, [program(), "verify-resume", "trial", *words], folder)

@@ -305,6 +305,8 @@ TrialToWorld = Annotated[Number, option("--to-world N", RESUMING, "Resume on N r
 TrialToMesh = Annotated[Text, option("--to-mesh MESH", RESUMING, "Resume on a mesh.")]
 FirstStep = Annotated[Number, option("--first-step I", RESUMING,
     "The step to resume at, if CKPT does not contain one.", least=0)]
+Gradients = Annotated[bool, option("/--no-gradients", EXECUTION,
+    "Do not compare the gradients with those of one rank.")]
 TimeLimit = Annotated[int, option("--time-limit SECONDS", EXECUTION,
     "Time limit for each phase and step of a rank.", least=1)]
 

@@ -88,7 +88,7 @@ def trial(
     more: options.StepsAfter = 4, device: options.Device = None, deterministic: options.Deterministic = True,
     via: options.TrialVia = None, to_world: options.TrialToWorld = None, to_mesh: options.TrialToMesh = None,
     first_step: options.FirstStep = None,
-    limit: options.TimeLimit = 300,
+    gradients: options.Gradients = True, limit: options.TimeLimit = 300,
     html: options.ResumeHtml = None, junit: options.Junit = None, keep: options.KeepFiles = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip

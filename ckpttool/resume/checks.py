@@ -1,13 +1,21 @@
-"""Checks what each rank of a trial holds: shapes and bytes of its shards, replicas, losses."""
+"""Checks what each rank of a trial holds: shapes and bytes of its shards, replicas, losses, gradients."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
+from typing import Any
 
 from ckpttool.resume.job import Seen
 from ckpttool.resume.results import RankCheck, RunDifference, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.text import plural, size, some
+
+# Of gradients in float32; those in smaller dtypes may be `_LOOSE` apart.
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-9}
+_LOOSE = 5e-2
+_ZERO = 1e-12
 
 
 def check_replicas(report: TrialReport, recorded: RunState, run: str) -> None:
@@ -84,6 +92,36 @@ def _check_losses(report: TrialReport, run: str, seen: list[Seen]) -> None:
         losses = ", ".join(f"rank {one.rank}: {one.steps[i]['loss']!r}" for one in ranks)
         message = f"in step {ranks[0].steps[i]['number']}, {losses}"
     _add(report, RankCheck("losses agree", run, len(shared) * len(steps), not wrong, message))
+
+
+def check_gradients(report: TrialReport, run: str, alone: Mapping[str, Any]) -> None:
+    """Check the gradients that the mesh reduced against those of one rank, by the norm of their difference. `alone` is
+    what `worker.gradients.again` has returned."""
+    compute: str = alone["compute"]
+    tolerance = _TOLERANCE.get(compute, _LOOSE)
+    errors: dict[str, float] = {}
+    factors: list[float] = []
+    for name, row in alone["rows"].items():
+        distance, norm, projection = row or (math.inf, 0.0, 0.0)
+        if norm > _ZERO:
+            errors[name] = distance / norm
+            factors.append(projection / norm**2)
+        else:
+            errors[name] = 0.0 if distance <= _ZERO else math.inf
+    if not errors:
+        _add(report, RankCheck("gradients reduced", run, 0, passed=False, message="there are none"))
+        return
+    worst = max(errors, key=lambda name: errors[name])
+    factor = sum(factors) / len(factors) if len(factors) == len(errors) else None
+    passed: bool | None = errors[worst] <= tolerance
+    if passed:
+        message = f"at most {errors[worst]:.2g} of the norm apart, in {compute}"
+    elif factor is not None and max(factors) - min(factors) <= tolerance * abs(factor):
+        passed = None
+        message = f"all are {factor:.3g} times those of one rank: `step` scales them otherwise than by a mean"
+    else:
+        message = f"`{worst}` is {errors[worst]:.2g} of its norm from that of one rank"
+    _add(report, RankCheck("gradients reduced", run, len(errors), passed, message))
 
 
 def _add(report: TrialReport, check: RankCheck) -> None:

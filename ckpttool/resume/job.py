@@ -34,6 +34,7 @@ class Job:
     alone to `save_natively`, take `after` steps.
 
     Ranks from `known` on are new where a run resumes, so that no state of theirs was saved: all runs seed them alike.
+    With `gradients_of`, the folder of another run, nothing is trained: its gradients are computed again on one rank.
     `limit` is in seconds, for each phase.
     """
 
@@ -52,13 +53,16 @@ class Job:
     first: int | None = None
     save: str | None = None
     save_natively: str | None = None
+    keep_gradients: bool = False
+    gradients_of: str | None = None
 
 
 @dataclass(slots=True)
 class Seen:
     """What one rank saw, as a part of a data-parallel replica. `steps` are dicts with `number`, `loss`,
     `gradient_norm`, `batch`, `digest`, `seconds`; `shapes` are parameters whose shards are not of the shape that their
-    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved."""
+    placements say, of `parameters` in all. `shared` has a digest of each value of which one rank's is saved. `alone` is
+    how far gradients are from those of a run."""
 
     rank: int
     replica: int = 0
@@ -71,6 +75,8 @@ class Seen:
     memory: dict[str, int] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    gradients: str = ""
+    alone: dict[str, Any] = field(default_factory=dict)
 
 
 def begin(job: Job) -> None:

@@ -4,6 +4,7 @@
     B         resumes from that save after its route, in processes of its own, and trains `more`
     A2        only where B differs: A once more; what it does not repeat is the script's doing, and is not judged
     control   only where the meshes of A and B differ, as a reference: torch's DCP resumes there from its own save of A
+    alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
 
 B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing is summed in the same
 order, and B's steps must be those of the control. With checkpoints given, each is resumed and must be as the first.
@@ -26,7 +27,7 @@ from ckpttool.layout.mesh import Mesh
 from ckpttool.resume import arguments, checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
 from ckpttool.resume.launch import Ended, Launcher
-from ckpttool.resume.results import Run, RunDifference, Step, TrialReport
+from ckpttool.resume.results import RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
 from ckpttool.text import plural
@@ -58,14 +59,16 @@ class _Trial:
         """Start the ranks of a run and wait for them. Raises Ended."""
         # What is not restored must not come out the same by chance: B has another seed than A, and what repeats it, and
         # than its reference.
-        seed = _SEEDS[name not in ("A", "A2", "control")]
+        seed = _SEEDS[name not in ("A", "A2", "alone", "control")]
         job = replace(self.base, folder=self.path(name), seed=seed, known=self.base.mesh.world, **more)
         self.tell(f"run {name}: {message} on {plural(job.mesh.world, 'rank')}")
         began = time.monotonic()
         self.launcher.start(job, name)
         seen = self.seen[name] = read_seen(job)
-        self.report.runs.append(_collected(name, job, seen, time.monotonic() - began))
-        self.report.deterministic = self.report.deterministic or seen[0].switched_on
+        if not job.gradients_of:
+            run = _collected(name, job, seen, time.monotonic() - began)
+            self.report.runs.append(run)
+            self.report.deterministic = self.report.deterministic or seen[0].switched_on
 
     def path(self, *names: str) -> str:
         return os.path.join(self.base.folder, *names)
@@ -100,6 +103,7 @@ def trial(
     first_step: int | None = None,
     device: str | None = None,
     deterministic: bool = True,
+    gradients: bool = True,
     limit: float = 300.0,
     keep: str | os.PathLike[str] | None = None,
     tell: Callable[[str], None] | None = None,
@@ -136,7 +140,8 @@ def trial(
             if checkpoints:
                 _over_checkpoints(running, paths, first_step)
             else:
-                _over_a_save(running, onto, stages, steps)
+                why_not = "one rank reduces nothing" if own.world == 1 else "" if gradients else "`--no-gradients`"
+                _over_a_save(running, onto, stages, steps, why_not)
         except Ended as ended:
             _fail(report, ended)
         compare.judge(report)
@@ -166,11 +171,14 @@ def _collected(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _over_a_save(trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], steps: int) -> None:
+def _over_a_save(
+    trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
+) -> None:
     report, saved, other_mesh = trial.report, trial.path("saved"), trial.report.rule == "control"
     native = trial.path("native") if other_mesh else None
     what = f"trains {plural(steps, 'step')}, saves, trains {trial.base.after} more"
-    trial.run("A", what, before=steps, save=saved, save_natively=native)
+    job = {"before": steps, "keep_gradients": not why_no_gradients}
+    trial.run("A", what, save=saved, save_natively=native, **job)
     report.route = trial.launcher.from_first(lambda: arguments.follow(stages, saved, trial.path("route"), trial.tell))
     source = report.route[-1].path if report.route else saved
     trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", mesh=onto, load=source)
@@ -182,13 +190,14 @@ def _over_a_save(trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], s
             if not ended.raised:
                 raise
             report.notes.append(f"torch itself cannot resume on that mesh: {ended.failure.message}")
+    _check_gradients(trial, why_no_gradients)
     _check_training(trial)
     reference = "control" if other_mesh else "A"
     equal = _compare_states(trial, "A", "B")
     rows, findings, drifts = len(report.compared), len(report.findings), len(report.drifts)
     _compare_training(trial, "A", "B", reference, equal=equal)
     is_off = len(report.findings) > findings or any(row.equal is False for row in report.compared[rows:])
-    if is_off and _repeats_differently(trial, steps, native and trial.path("native-again")):
+    if is_off and _repeats_differently(trial, {**job, "save_natively": native and trial.path("native-again")}):
         del report.compared[rows:], report.findings[findings:], report.drifts[drifts:]
         _compare_training(trial, "A", "B", reference, equal=equal)
     for run in report.runs:
@@ -196,12 +205,11 @@ def _over_a_save(trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], s
             _check_shards(trial, run.name)
 
 
-def _repeats_differently(trial: _Trial, steps: int, native: str | None) -> bool:
+def _repeats_differently(trial: _Trial, job: dict[str, Any]) -> bool:
     """Run A once more, in fresh processes, and note what of it comes out differently. Return whether anything does."""
     report = trial.report
     try:
-        again = {"before": steps, "save": trial.path("saved-again"), "save_natively": native}
-        trial.run("A2", "repeats A, as B differs from it,", **again)
+        trial.run("A2", "repeats A, as B differs from it,", save=trial.path("saved-again"), **job)
     except Ended as ended:
         report.notes.append(f"run A could not be repeated: {ended.failure.message}")
         return False
@@ -284,6 +292,20 @@ def _compare_training(trial: _Trial, first: str, run: str, reference: str, *, eq
 def _check_shards(trial: _Trial, name: str) -> None:
     checks.check_sharding(trial.report, name, trial.seen[name])
     checks.check_replicas(trial.report, trial.state(name, RESUMED), name)
+
+
+def _check_gradients(trial: _Trial, why_not: str) -> None:
+    why_not = why_not or trial.seen["A"][0].gradients
+    if not why_not:
+        one = replace(trial.base.mesh, sizes=(1,) * len(trial.base.mesh.sizes))
+        try:
+            trial.run("alone", "the gradients of all batches", mesh=one, gradients_of=trial.path("A"))
+        except Ended as ended:
+            why_not = f"the run on one rank failed: {ended.failure.message}"
+        else:
+            checks.check_gradients(trial.report, "A", trial.seen["alone"][0].alone)
+    if why_not:
+        trial.report.checks.append(RankCheck("gradients reduced", "A", 0, None, f"skipped: {why_not}"))
 
 
 def _fail(report: TrialReport, ended: Ended) -> None:

@@ -32,6 +32,7 @@ def tried(case: dict[str, Any]) -> dict[str, Any]:
     launch.local_path = (lambda _: local_path("/nowhere/trial")) if is_apart else local_path
     made = trial(
         case.get("recipe", RECIPE), via=case["via"], to_mesh=case.get("to_mesh"), steps=3, more=3, limit=240,
+        gradients=False,
     )  # fmt: skip
     return made.as_dict()
 

@@ -29,7 +29,7 @@ def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
     """All at once, which takes two launches: one does not hide another."""
     faults = [fault for fault in FAULTS if fault not in EXCLUDED]
     report = trial(
-        recipe(tmp_path), via=[lambda source, to: plant(source, to, faults)], steps=2, more=1,
+        recipe(tmp_path), via=[lambda source, to: plant(source, to, faults)], steps=2, more=1, gradients=False,
         limit=120,
     )  # fmt: skip
     assert report.verdict == "differs", report.message
@@ -51,7 +51,7 @@ def test_each_of_many_faults_is_named(tmp_path: Path) -> None:
 def test_each_fault_alone_is_the_only_one_named(tmp_path: Path) -> None:
     """And two ranks' generators swapped, and a save without a fault, of which nothing is said."""
     made = recipe(tmp_path)
-    intact = trial(made, steps=2, more=1, keep=tmp_path / "kept", limit=120)
+    intact = trial(made, steps=2, more=1, gradients=False, keep=tmp_path / "kept", limit=120)
     assert (intact.verdict, intact.findings) == ("same", [])
     saved = tmp_path / "saved"
     shutil.copytree(tmp_path / "kept" / "saved", saved)
@@ -75,7 +75,7 @@ def test_a_tied_weight_untied(tmp_path: Path) -> None:
         (tmp_path / "untied").touch()
         plant(source, to, [])
 
-    report = trial(recipe(tmp_path), via=[untie], steps=2, more=1, limit=120)
+    report = trial(recipe(tmp_path), via=[untie], steps=2, more=1, gradients=False, limit=120)
     assert report.verdict == "differs"
     says = "`model.head.weight` was tied with `model.embed.weight` and is a tensor of its own"
     assert told(report.findings, "untied", says), [f.message for f in report.findings]

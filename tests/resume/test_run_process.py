@@ -277,7 +277,7 @@ def test_a_killed_run_leaves_nothing(
 @LINUX
 @pytest.mark.long
 def test_a_killed_trial_leaves_no_rank(tmp_path: Path) -> None:
-    words = ["verify-resume", "trial", "--recipe", str(Path(__file__).parent / "recipe_kinds.py")]
+    words = ["verify-resume", "trial", "--recipe", str(Path(__file__).parent / "recipe_kinds.py"), "--no-gradients"]
 
     def is_in_a_step() -> bool:
         phases = [path.read_text() for path in tmp_path.glob("ckpttool-trial-*/new/A/rank?.phase")]

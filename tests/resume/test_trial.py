@@ -56,6 +56,8 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [leg["message"] for leg in said["route"]] == ["convert --to safetensors"]
     assert all(row["equal"] for row in said["compared"]) and all(check["passed"] for check in said["checks"])
+    gradients = next(check for check in said["checks"] if check["what"] == "gradients reduced")
+    assert gradients["count"] == 20 and gradients["passed"]
     suite = ElementTree.parse(tmp_path / "trial.xml").getroot()[0]
     assert (suite.get("failures"), suite[0].get("name")) == ("0", "resume")
     # Uneven pieces, and of one element over three ranks two empty ones.
@@ -64,7 +66,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
     memory = next(one["memory"] for one in said["runs"] if one["name"] == "B")
     assert {one["parameters"] for one in memory} == {one["parameters_expected"] for one in memory}
     assert page.read_text().startswith("<!doctype html>") or page.read_text().startswith("<!DOCTYPE html>")
-    assert {"A", "B", "control", "saved", "native", "route"} <= {one.name for one in kept.iterdir()}
+    assert {"A", "B", "control", "alone", "saved", "native", "route"} <= {one.name for one in kept.iterdir()}
     assert {"rank0.log", "rank1.log"} <= {one.name for one in (kept / "A").iterdir()}
     # What is loaded is what the file has, read by nobody of ours.
     import torch
@@ -81,7 +83,7 @@ def test_resumed_on_another_world(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_fails_the_trial_and_says_where() -> None:
     done = cli.run(
         "verify-resume", "trial", "--recipe", RECIPE, "--mesh", "shard=2", "--to-mesh", "shard=2", "--steps", "3",
-        "--no-deterministic", "--time-limit", "6", "-v", env={"FAULT": "hang"},
+        "--no-gradients", "--no-deterministic", "--time-limit", "6", "-v", env={"FAULT": "hang"},
     )  # fmt: skip
     assert done.exit_code == 1, done.output
     first = done.stdout.splitlines()[0]
@@ -289,7 +291,7 @@ def test_a_mistake_of_the_recipe_is_its_own() -> None:
 def test_checkpoints_are_compared_with_the_first(tmp_path: Path) -> None:
     """One that was converted is the same; one saved a step later is not, and is told to be elsewhere."""
     kept = tmp_path / "kept"
-    assert trial(RECIPE, steps=2, more=1, via="safetensors", keep=kept).verdict == "same"
+    assert trial(RECIPE, steps=2, more=1, via="safetensors", keep=kept, gradients=False).verdict == "same"
     done = run(
         "verify-resume", "trial", "--recipe", RECIPE, str(kept / "saved"), str(kept / "route" / "1-safetensors"),
         "--more", "2", "--first-step", "2", "--json",
@@ -298,7 +300,7 @@ def test_checkpoints_are_compared_with_the_first(tmp_path: Path) -> None:
     assert (done.returncode, said["rule"], said["verdict"]) == (0, "checkpoints", "same"), said["message"]
     assert [one["name"] for one in said["runs"]] == ["1", "2"]
     later = tmp_path / "later"
-    trial(RECIPE, steps=3, more=1, keep=later)
+    trial(RECIPE, steps=3, more=1, keep=later, gradients=False)
     report = trial(RECIPE, [kept / "saved", later / "saved"], more=1)
     kinds = {found.kind for found in report.findings}
     assert report.verdict == "differs" and {
@@ -321,7 +323,7 @@ def test_what_is_done_to_the_checkpoint_on_its_way_is_seen(tmp_path: Path) -> No
         torch.save(state, whole)
         torch_save_to_dcp(whole, to)
 
-    report = trial(RECIPE, via=[flipped], steps=2, more=1)
+    report = trial(RECIPE, via=[flipped], steps=2, more=1, gradients=False)
     assert report.verdict == "differs"
     first, in_checkpoint, *_ = report.findings
     assert (first.kind, first.name) == ("weights not restored", "model.layers.0.up.weight")
@@ -409,5 +411,5 @@ def test_on_another_mesh_the_reference_run_has_other_seeds_and_lists_in_another_
     order = os.listdir(files)
     if "listdir" in scale and order.index("a") == 1:  # in the middle from both ends
         (files / "d").touch()
-    report = trial(path, world=worlds[0], to_world=worlds[1], steps=2, more=2)
+    report = trial(path, world=worlds[0], to_world=worlds[1], steps=2, more=2, gradients=False)
     assert report.verdict == verdict, report.message

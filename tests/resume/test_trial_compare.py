@@ -26,6 +26,7 @@ from ckpttool.resume.job import Seen
 from ckpttool.resume.results import Compared, RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks
+from ckpttool.resume.worker.gradients import _joined
 from ckpttool.resume.worker.observe import shape_of_shard
 from ckpttool.resume.worker.record import plain
 
@@ -141,6 +142,38 @@ def test_losses_of_ranks_with_batches_of_their_own_are_not_judged() -> None:
     checks.check_sharding(made, "A", [seen(0), seen(1, replica=1)])
     [check] = [check for check in made.checks if check.what == "losses agree"]
     assert check.passed is None and made.findings == []
+
+
+def checked(*rows: list[float] | None) -> tuple[bool | None, str, list[RunDifference]]:
+    """What is said of gradients by their distance from those of one rank, the norm of these, and the projection."""
+    made = report()
+    checks.check_gradients(made, "A", {"compute": "float32", "rows": {str(n): r for n, r in enumerate(rows)}})
+    [check] = made.checks
+    return check.passed, check.message, made.findings
+
+
+def test_gradients_that_are_reduced_wrongly_are_seen() -> None:
+    same = [2e-6, 2.0, 4.0]
+    assert checked(same, same)[0] is True and checked(same, [0.0, 0.0, 0.0])[0] is True
+    passed, says, found = checked(same, [2.0, 4.0, 8.0])
+    assert passed is False and "`1` is 0.5 of its norm" in says and found[0].kind == "gradients reduced"
+    twice = (None, "all are 2 times those of one rank: `step` scales them otherwise than by a mean")
+    assert checked([2.0, 2.0, 8.0], [3.0, 3.0, 18.0])[:2] == twice
+    # A gradient that only one of them has.
+    assert checked(same, None)[0] is False and checked(same, [1.0, 0.0, 0.0])[0] is False
+    assert checked()[0] is False
+
+
+def test_batches_of_ranks_are_joined_with_their_masks() -> None:
+    """What each row of a batch has is joined, what all ranks share is not; where both may be, nothing is checked."""
+    batches = [[torch.full((3, 5), rank), torch.ones(3, 5), torch.ones(5, 5).tril(), True] for rank in range(2)]
+    why, joined = _joined(batches)
+    assert why == "" and [one if one is True else tuple(one.shape) for one in joined] == [(6, 5), (6, 5), (5, 5), True]
+    assert joined[0][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    square = [[torch.full((5, 5), rank), torch.ones(5, 5).tril()] for rank in range(2)]
+    assert "may be part of the batch" in _joined(square)[0]
+    other = [[torch.zeros(3, 5), torch.full((7,), rank)] for rank in range(2)]
+    assert "different inputs" in _joined(other)[0]
 
 
 class Marks(Enum):

@@ -28,18 +28,19 @@ from ckpttool.resume.worker.setup import Built, sha256, sha256_of
 
 
 class RankObserver:
-    """Takes steps of a run and observes each."""
+    """Takes steps of a run and observes each. `inputs` are the last inputs of the model."""
 
     def __init__(self, built: Built) -> None:
         self._built = built
         self._batch, self._rates = list[str](), list[float]()
         self._norm: float | None = None
+        self.inputs: tuple[Any, Any] | None = None
         built.model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
         built.optimizer.register_step_pre_hook(self._see_gradients)
 
     def step(self, number: int) -> dict[str, Any]:
         """Take a step of the recipe, and return what was observed. Raises UsageError if it returns no loss."""
-        self._batch, self._norm, self._rates = [], None, []
+        self._batch, self._norm, self._rates, self.inputs = [], None, [], None
         began = time.perf_counter()
         loss = _number(self._built.recipe.step(self._built.state, number), self._built.recipe.path)
         if self._built.mesh.device_type != "cpu":
@@ -51,7 +52,7 @@ class RankObserver:
             "loss": loss,
             "gradient_norm": self._norm,
             "learning_rates": self._rates,
-            "batch": sha256_of(self._batch) if self._batch else None,
+            "batch": sha256_of(self._batch) if self.inputs is not None else None,
             "digest": sha256_of(parameters),
             "seconds": seconds,
         }
@@ -61,6 +62,7 @@ class RankObserver:
             return
         leaves = _pytree.tree_leaves((args, kwargs))
         self._batch += [sha256(one) if isinstance(one, torch.Tensor) else repr(one) for one in leaves]
+        self.inputs = (args, kwargs)
 
     def _see_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._norm = gradient_norm(self._built)

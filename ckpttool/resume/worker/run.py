@@ -29,7 +29,7 @@ from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, rea
 from ckpttool.resume.launch import torchrun_world
 from ckpttool.resume.observe.site.sitecustomize import list_backwards
 from ckpttool.resume.process import LONGEST
-from ckpttool.resume.worker import save_load, setup
+from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record
 from ckpttool.resume.worker.setup import Built, build
@@ -149,7 +149,11 @@ def run(job: Job, watch: Watch, meeting: str) -> None:
     built = build(job, mesh)
     if job.deterministic:
         seen.switched_on += setup.settle(built.model)
-    _train(job, watch, built, seen)
+    if job.gradients_of is not None:
+        watch.enter("gradients")
+        seen.alone = gradients.again(job, built)
+    else:
+        _train(job, watch, built, seen)
     watch.enter("end")
     write(asdict(seen), os.path.join(job.folder, f"rank{watch.rank}.json"))
     dist.barrier()
@@ -178,6 +182,9 @@ def _train(job: Job, watch: Watch, built: Built, seen: Seen) -> None:
         seen.steps.append(observer.step(after))
     watch.enter("recording the end")
     record(built, os.path.join(job.folder, END), number + job.after)
+    if job.keep_gradients:
+        watch.enter("gradients")
+        seen.gradients = gradients.keep(job, built, observer.inputs)
 
 
 def _resume(job: Job, path: str, watch: Watch, built: Built, seen: Seen) -> int:
