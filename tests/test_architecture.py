@@ -278,14 +278,14 @@ WITH_OWN_FILES = (
     "resume.beside",
     "resume.checkpoints",
     "resume.commands",
-    "resume.guard",
+    "fleet.guard",
     "resume.job",
     "resume.launch",
     "analysis.logged",
     "analysis.losses",
     "resume.observe",
     "resume.run_patterns",
-    "resume.process",
+    "fleet.process",
     "analysis.audit.recipe",
     "resume.runs",
     "analysis.script",
@@ -397,7 +397,7 @@ def test_nothing_of_a_checkpoint_is_run() -> None:
         assert not {call for call in calls(tree) if call.rpartition(".")[2] in unwanted}, name
         running = {"marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
         # Our own `architecture_process`, which needs torch; a training command that the user gave.
-        running |= set() if name in ("models.architecture", "resume.process", "resume.guard") else {"subprocess"}
+        running |= set() if name in ("models.architecture", "fleet.process", "fleet.guard") else {"subprocess"}
         running |= set() if name == "serialization.unpickler" else {"pickle"}
         assert not foreign(tree) & running, name
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from ckpttool import errors
 from ckpttool.errors import CkptError
+from ckpttool.fleet.process import Process
 from ckpttool.resume import job as jobs
 from ckpttool.resume.job import ENVIRONMENT, Job
-from ckpttool.resume.process import Process
 from ckpttool.resume.results import Failure, Stuck
 from ckpttool.storage.stores import local_path
 

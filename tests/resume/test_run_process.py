@@ -17,8 +17,8 @@ from support.paths import ROOT
 
 from ckpttool.analysis.losses import read_log
 from ckpttool.errors import UsageError
-from ckpttool.resume import guard, process
-from ckpttool.resume.process import MARK, Process
+from ckpttool.fleet import guard, process
+from ckpttool.fleet.process import MARK, Process
 from ckpttool.resume.results import RunReport
 from ckpttool.resume.runs import run
 
@@ -91,7 +91,7 @@ def test_nothing_goes_on_when_the_starter_is_killed(number: signal.Signals, log:
     """Nor what ignores SIGTERM, is in a session of its own, or a daemon."""
     program = (
         "import os, sys, time\nfrom ckpttool.analysis.losses import read_log\n"
-        "from ckpttool.resume.process import Process\n"
+        "from ckpttool.fleet.process import Process\n"
         f"words = ['sh', '-c', \"trap '' TERM; \" + sys.argv[2] + 'setsid sleep 600 & echo $!; echo $$; sleep 600']\n"
         "with Process(words, sys.argv[1], {}) as process:\n"
         "    while len(read_log(process.log).split()) < 3:\n        time.sleep(0.01)\n"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401 - before anything is forked
 
+from ckpttool.fleet.process import Process
 from ckpttool.resume import starts
 from ckpttool.resume.observe import SITE
-from ckpttool.resume.process import Process
 from support import forked_ranks
 
 _POLL = 0.005

@@ -60,8 +60,8 @@ def trials() -> Iterator[None]:
     def start(words: Sequence[str], log: str, environment: Mapping[str, str]) -> Process:
         return Process([*python(), *words[1:]], log, environment)
 
+    from ckpttool.fleet.process import Process
     from ckpttool.resume import launch
-    from ckpttool.resume.process import Process
 
     module: Any = launch
     module.Process = start

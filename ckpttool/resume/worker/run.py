@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from ckpttool.errors import CkptError, ReadError
+from ckpttool.fleet.process import LONGEST
 from ckpttool.resume.job import BUILT, END, ENDED, FILE, RESUMED, Job, Seen, read, write
 from ckpttool.resume.launch import torchrun_world
 from ckpttool.resume.observe.site.sitecustomize import list_backwards
-from ckpttool.resume.process import LONGEST
 from ckpttool.resume.worker import gradients, save_load, setup
 from ckpttool.resume.worker.observe import RankObserver, check_shards
 from ckpttool.resume.worker.record import record

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.analysis.losses import read_log
 from ckpttool.errors import UsageError
-from ckpttool.resume import guard
+from ckpttool.fleet import guard
 from ckpttool.text import cut, safe, some
 
 if TYPE_CHECKING:
