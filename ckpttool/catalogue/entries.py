@@ -289,6 +289,8 @@ class Chunks(Sequence[Chunk]):
 
     def shifted(self, by: int) -> Chunks:
         """Return the same chunks when `by` other files come before theirs."""
+        if not by:
+            return self  # with columns that it may share with others
         result = copy(self)
         result.file = array("l", [file + by for file in self.file])
         if isinstance(self.records, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from math import prod
 from typing import NamedTuple
@@ -125,9 +125,13 @@ def plan(
     Raises CorruptError when the pieces do not fill a chunk exactly (the source was not validated).
     """
     tensors = [t for t in chain(destination.tensors, destination.replicas) if t.alias is None and t.numel]
-    files = [order for file, order in in_file_order(tensors) if numbers is None or file in numbers]
+    files: Iterable[array[int]] = (row for file, row in in_file_order(tensors) if numbers is None or file in numbers)
+    bounds: tuple[int, int | None] = (0, None)
+    if share[1] > 1:
+        files = [*files]
+        bounds = _share(tensors, files, *share)
     fits = _Fits()
-    for number, i in islice(chain.from_iterable(map(pairs, files)), *_share(tensors, files, *share)):
+    for number, i in islice(chain.from_iterable(map(pairs, files)), *bounds):
         tensor = tensors[number]
         source, chunk = tensor.origin, tensor.chunks.at(i)
         assert source is not None
@@ -149,20 +153,18 @@ def whole_files(destination: Catalogue, k: int, n: int) -> list[int]:
     return [i for i, start in enumerate(starts) if min(start * n // max(1, ends[-1]), n - 1) == k]
 
 
-def in_file_order(tensors: Sequence[Tensor]) -> list[tuple[int, array[int]]]:
-    """Return the chunks of tensors by file and then by offset: the number of each file, with a row of `pairs`."""
+def in_file_order(tensors: Sequence[Tensor]) -> Iterator[tuple[int, array[int]]]:
+    """Yield the chunks of tensors by file and then by offset: the number of each file, with a row of `pairs`."""
     # Rows of numbers: of 260,000 chunks, tuples would take 26 MB.
     rows = defaultdict[int, "array[int]"](lambda: array("I"))
     for number, tensor in enumerate(tensors):
         for i, file in enumerate(tensor.chunks.file):
             rows[file].extend((number, i))
-    found = []
     for file in sorted(rows):
         row = rows.pop(file)
         offsets = [tensors[number].chunks.offset[i] for number, i in pairs(row)]
         order = sorted(range(len(offsets)), key=offsets.__getitem__)
-        found.append((file, array("I", chain.from_iterable((row[2 * k], row[2 * k + 1]) for k in order))))
-    return found
+        yield file, array("I", chain.from_iterable((row[2 * k], row[2 * k + 1]) for k in order))
 
 
 def pairs(order: array[int]) -> Iterator[tuple[int, int]]:
@@ -170,11 +172,9 @@ def pairs(order: array[int]) -> Iterator[tuple[int, int]]:
     return zip(order[::2], order[1::2], strict=True)
 
 
-def _share(tensors: Sequence[Tensor], files: list[array[int]], k: int, n: int) -> tuple[int, int | None]:
+def _share(tensors: Sequence[Tensor], files: list[array[int]], k: int, n: int) -> tuple[int, int]:
     """Return the run of jobs that is share `k` of `n`: shares have about equal bytes, and begin with a file where that
     differs by less than an eighth of a share."""
-    if n == 1:
-        return 0, None
     sizes = (tensors[number].chunks.nbytes[i] for number, i in chain.from_iterable(map(pairs, files)))
     ends = array("q", accumulate(sizes))
     firsts = list(accumulate(len(order) // 2 for order in files))[:-1]
