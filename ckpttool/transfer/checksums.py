@@ -151,13 +151,16 @@ class Pieces:
     def _add(self, record: Record, offset: int, nbytes: int, stride: int, rows: int, crc: int) -> None:
         if rows == 1 and nbytes < _RUN:
             runs = self._runs[record]
-            # What ranks have of a tensor comes in its order, most of the time. What was read twice stays apart.
+            # What ranks have of a tensor comes in its order, most of the time, and is joined to the run that ends last.
+            # What was read twice stays apart: joined, it could not be compared with the other reading of a part.
             before = runs[-1] >> 32 if runs else 0
-            is_next = before and runs[-2] + before == offset and before + nbytes < _RUN
-            if is_next and (len(runs) == 2 or runs[-4] + (runs[-3] >> 32) <= runs[-2]):
+            end = runs[-2] + before if runs else 0
+            if before and end == offset and before + nbytes < _RUN:
                 runs[-1] = before + nbytes << 32 | combine(runs[-1] & 0xFFFFFFFF, crc, nbytes)
-            else:
+            elif offset + nbytes > end:
                 runs.extend((offset, nbytes << 32 | crc))
+            else:
+                runs[-2:-2] = array("q", (offset, nbytes << 32 | crc))
         else:
             self._others[record].extend((offset, nbytes, stride, rows, crc))
 
@@ -174,7 +177,7 @@ class Pieces:
 
     def gaps(self, record: Record) -> list[tuple[int, int]]:
         """Return what is not covered yet, as `(offset, nbytes)`."""
-        return [(at, n) for at, n, crc in _runs(record, self._of(record)) if crc is None]
+        return [(at, n) for at, n, crc in _runs(record, _joined(self._of(record))) if crc is None]
 
     def unread(self, record: Record) -> int:
         """Return how many bytes of a record are in no piece, and were not used without one."""
@@ -190,12 +193,16 @@ class Pieces:
         pieces = sorted(set(self._of(record)))
         if len(pieces) == 1 and pieces[0].nbytes == record.nbytes:
             return pieces[0].crc
-        crc = _crc_of_runs(_runs(record, pieces), crc_of)
         last = {piece[:-1]: piece for piece in pieces}.values()
-        longest = {piece.offset if piece.rows == 1 else piece: piece for piece in last}
-        for others in (last, longest.values()):
-            if crc == record.crc and len(others) < len(pieces):
-                crc = _crc_of_runs(_runs(record, others), crc_of)
+        every = sorted({*_joined(pieces), *_joined(last if len(last) < len(pieces) else ())}, key=_longest_first)
+        crc, left = _crc_of_runs(_runs(record, every), crc_of), {*every}.difference(_apart(every))
+        while left and crc == record.crc:
+            # A run may be several pieces: another reading of one of them is compared with what is around that.
+            taken = _apart(sorted(left, key=_longest_first))
+            runs = [*_runs(record, _with_others(taken, every))]
+            if crc_of is not None or all(sum_of is not None for *_, sum_of in runs):
+                crc = _crc_of_runs(runs, crc_of)
+            left.difference_update(taken)
         return crc
 
     def packed(self, records: Iterable[Record] | None = None) -> bytes:
@@ -221,19 +228,45 @@ class Pieces:
             at = end
 
 
-def _runs(record: Record, pieces: Iterable[RecordPiece]) -> Iterator[tuple[int, int, int | None]]:
-    """Yield the record front to back: runs with a CRC, and gaps between them. A piece that overlaps an earlier one is
+_Run = tuple[int, int, int]  # offset, length and CRC
+
+
+def _longest_first(run: _Run) -> _Run:
+    return run[0], -run[1], run[2]
+
+
+def _runs(record: Record, runs: Iterable[_Run]) -> Iterator[tuple[int, int, int | None]]:
+    """Yield the record front to back: runs with a CRC, and gaps between them. A run that overlaps an earlier one is
     left out, so that what it adds counts as a gap."""
     at, end = record.offset, record.offset + record.nbytes
-    for offset, nbytes, crc in sorted(_joined(pieces)):
-        if offset < at:
-            continue
+    for offset, nbytes, crc in _apart(sorted(runs, key=_longest_first)):
         if offset > at:
             yield at, offset - at, None
         yield offset, nbytes, crc
         at = offset + nbytes
     if at < end:
         yield at, end - at, None
+
+
+def _apart(runs: Iterable[_Run]) -> list[_Run]:
+    """Return those of sorted runs that do not overlap an earlier one."""
+    taken: list[_Run] = []
+    for run in runs:
+        if not taken or run[0] >= taken[-1][0] + taken[-1][1]:
+            taken.append(run)
+    return taken
+
+
+def _with_others(taken: list[_Run], runs: Iterable[_Run]) -> list[_Run]:
+    """Return some runs, which are apart, and those of others that lie between them."""
+    begins, at, found = [run[0] for run in taken], 0, [*taken]
+    for run in runs:
+        i = bisect_right(begins, run[0])
+        before = sum(taken[i - 1][:2]) if i else 0
+        if run[0] >= max(at, before) and (i == len(taken) or run[0] + run[1] <= begins[i]):
+            found.append(run)
+            at = run[0] + run[1]
+    return found
 
 
 def _joined(pieces: Iterable[RecordPiece]) -> Iterator[tuple[int, int, int]]:

@@ -183,6 +183,30 @@ def test_bytes_read_twice_in_other_pieces_are_compared(content: bytes, data: st.
     assert (crc == record.crc) == (wrong is None)
 
 
+@quick
+@given(st.data())
+def test_pieces_read_several_times_in_any_order_are_compared(data: st.DataObject) -> None:
+    """By two processes, which read neither the same nor in one order. Bytes of pieces that were read once alone are
+    read again, right, for the comparison."""
+    count = data.draw(st.integers(2, 6))
+    content = bytes(range(4 * count))
+    record, of_processes = Record(0, 9, len(content), crc32(content)), [Pieces(), Pieces()]
+    several = st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, 1)), max_size=12)
+    readings = data.draw(st.permutations([(n, 0) for n in range(count)] + data.draw(several)))
+    wrong = data.draw(st.none() | st.integers(0, len(readings) - 1))
+    for i, (n, process) in enumerate(readings):
+        own = bytearray(content[4 * n : 4 * n + 4])
+        own[i % 4] ^= i == wrong
+        of_processes[process].add(record, 9 + 4 * n, 4, crc32(own))
+    told = array("q")
+    told.frombytes(of_processes[1].packed())
+    of_processes[0].unpack(told)
+    crc = of_processes[0].crc(record, lambda at, n: crc32(content[at - 9 :][:n]))
+    assert (crc == record.crc) == (wrong is None)
+    if all(process == readings[0][1] for _, process in readings):
+        of_processes[readings[0][1]].crc(record)  # reads nothing
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_replicas_that_differ(wrong: int) -> None:
     """One of three ranks has read other bytes than the writer wrote."""
