@@ -388,6 +388,25 @@ def test_tensors_of_which_no_two_are_alike_are_left_to_the_unpickler(monkeypatch
     assert found is not None and columns(found) and not tensors_of(found)
 
 
+@pytest.mark.parametrize("places", ["h.1111 h.1121 h.1141", "h.1121 h.1111 h.1131", "h.1111 h.1121 h.1131"])
+def test_a_name_that_comes_twice_is_what_it_is_last(places: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for torch: in runs, and outside of them, where the dict has the place of the first and the value of the
+    last."""
+    value = _unlike(1200)
+    for name, shape in ("h.1111.weight", torch.Size([7, 4])), ("h.1141.weight", torch.Size([7, 5])):
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([*shape]))
+        value.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(torch.int8), shape, [chunk])
+    value.planner_data = None
+    data = unframed(value)
+    for place in places.split():
+        data = data.replace(place.encode() + b".weight", b"h.9999.weight", 1)
+    monkeypatch.setattr(dcpmetadata, "_LARGE", 1 << 30)
+    whole = outcome(data)
+    assert dict(whole[0])["h.9999.weight"][1] == (*pickle.loads(data).state_dict_metadata["h.9999.weight"].size,)
+    monkeypatch.setattr(dcpmetadata, "_LARGE", 0)
+    assert outcome(data) == whole
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_tensors_of_a_broken_index(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some bytes of two entries inside a run, each three ways: the answer is the unpickler's."""

@@ -252,6 +252,8 @@ class _Reader:
                 raise
             tensors.update((key, None) for key, _ in block)  # what the pickle made of it is not needed any more
         self._key = None
+        if len(entries) != sum(len(key.names) if type(key) is TensorRun else 1 for key in tensors):
+            raise CorruptError("a name comes twice, in a run of the index and outside of it")
         self._assign_items(entries, root.fields.get("storage_data"))
         for self._key, entry in entries.items():
             self._check_assigned(entry)
