@@ -223,11 +223,12 @@ ASSET_NAMES = (
 )
 # Of a Git repository around the files, not of the model.
 REPOSITORY = Pattern(r"\.git(/|attributes|ignore|keep|modules)", kind="ignored")
+VARIANT = re.compile(r"(.*/)?[^/.]+\.[a-z0-9_]+\.(safetensors|bin)")
 # The weights in the older format of transformers, where `model.safetensors` is there too, in another dtype
 # (`model.fp16.safetensors`), or as their authors keep them (Mistral, Llama); for transformers, of verl.
 OTHER_FORMAT = re.compile(
-    r"(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?"
-    r"|[^/.]+\.[a-z0-9_]+\.(safetensors|bin)|consolidated[^/]*\.(safetensors|pth))"
+    rf"{VARIANT.pattern}|(.*/)?(pytorch_model[^/]*\.bin|huggingface/[^/]*\.safetensors(\.index\.json)?"
+    r"|consolidated[^/]*\.(safetensors|pth))"
 )
 # Beside a model these are not state, whatever they are called.
 TEXTS = Pattern(r".*\.(json|ya?ml|txt)", kind="asset")

@@ -32,6 +32,7 @@ from ckpttool.producers.components import (
     DCP_FILES,
     OTHER_FORMAT,
     REPOSITORY,
+    VARIANT,
     Component,
     Layout,
     check_index,
@@ -279,7 +280,9 @@ def _give_roots(layout: Layout, named: int, step: int | None, *, spares: bool, a
     documents = (".json", ".yaml", ".yml", ".txt")
     components = layout.components[named:]
     holders = [c for c in components if _INDEX.fullmatch(c.name) or not c.name.endswith(documents)]
-    main = [c for c in holders if not (spares and OTHER_FORMAT.fullmatch(c.name))] or holders
+    main = [c for c in holders if not (spares and OTHER_FORMAT.fullmatch(c.name))]
+    # Else all are of torch: `pytorch_model.fp16.bin` is the other one.
+    main = main or [c for c in holders if not VARIANT.fullmatch(c.name)] or holders
     is_alone = len({stem(c, step) for c in main}) == 1 and not named and not apart
     in_folder: dict[Path, set[Path]] = defaultdict(set)
     for component in components:

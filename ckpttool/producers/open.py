@@ -257,6 +257,8 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
         # Nothing else is looked at, which on the Hub would be a request each.
         model = row.open(location, options)
         if "unused" not in model.catalogue.facts:
+            # What else torch wrote here is an asset of the layout, as `training_args.bin`.
+            model.catalogue.warnings[:] = [w for w in model.catalogue.warnings if w.kind != "unlisted-file"]
             reader.annotate(model.catalogue, layout, directory)
             return reader.said_by(producer, model)
         model.close()

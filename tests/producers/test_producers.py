@@ -664,6 +664,24 @@ def torch_shards(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+def test_a_model_of_torch_beside_itself_in_another_dtype(tmp_path: Path) -> None:
+    """Both are in the older format: the one without a variant in its name is the model, under its own names."""
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save({"a": torch.ones(2).half()}, tmp_path / "pytorch_model.fp16.bin")
+    catalogue = inspect(tmp_path)
+    assert [*catalogue.entries] == [("a",)] and catalogue.tensor(("a",)).dtype.name == "float32"
+    assert "`pytorch_model.fp16.bin` has the tensors of the model" in str(catalogue.warnings)
+
+
+def test_an_asset_is_not_said_to_be_ignored(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    catalogue = inspect(tmp_path)
+    assert "training_args.bin" in catalogue.facts["assets"] and not catalogue.warnings
+
+
 def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
     state = torch_shards(tmp_path / "model")
     catalogue = inspect(tmp_path / "model")
