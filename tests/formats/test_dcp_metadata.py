@@ -407,6 +407,21 @@ def test_a_name_that_comes_twice_is_what_it_is_last(places: str, monkeypatch: py
     assert outcome(data) == whole
 
 
+def test_names_of_bytes_that_look_like_opcodes() -> None:
+    """Each might begin a name: to look for its end behind each of them took six seconds for one of 60 kB."""
+    value = _unlike(3000)
+    described = list(value.state_dict_metadata.items())
+    for n in range(20):
+        name = "\x8c" * 30_000 + str(n)
+        described.insert(150 * n, (name, BytesStorageMetadata()))
+        value.storage_data[MetadataIndex(name)] = _StorageInfo("__0_0.distcp", 0, 900)
+    value.state_dict_metadata = dict(described)
+    value.planner_data = None
+    with no_hang():
+        found = runs_of(pickle.dumps(value, 4))
+    assert found is not None and tensors_of(found)
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_tensors_of_a_broken_index(ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some bytes of two entries inside a run, each three ways: the answer is the unpickler's."""

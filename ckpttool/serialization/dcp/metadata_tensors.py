@@ -29,6 +29,7 @@ GET = rb"(?:h.|j....)"
 _INTS = rb"(?:%b(?:\x85|%b(?:\x86|%b\x87))|\(%b{4,}t)" % (INT, INT, INT, INT)
 _BLOCK = 1 << 17  # bytes that are taken apart at once
 _LEAST = 8  # entries of a run
+_LONGEST = 1000  # bytes of a name: from each byte that looks like the opcode of a text, so many are searched
 _NUMBERED = rb"(?:q.|r....)"
 
 
@@ -92,7 +93,11 @@ class Descriptions:
 
     def __init__(self, source: bytes, end: int, *, is_memoized: bool) -> None:
         put = rb"\x94" if is_memoized else b""
-        name = rb"((?:\x8c.|X..\0\0)[^\x94]*)(\x94)" if is_memoized else rb"(X..\0\0[^\0]*?)(%b)" % _NUMBERED
+        name = (
+            rb"(\x8c.[^\x94]{0,255}|X..\0\0[^\x94]{0,%d})(\x94)" % _LONGEST
+            if is_memoized
+            else rb"(X..\0\0[^\0]*?)(%b)" % _NUMBERED
+        )
         self._source, self._end = source, end
         self._entry = re.compile(rb"%b(?=%b\)\x81%b\}%b\(%b)" % (name, GET, put, put, GET), re.S)
         self._whole = re.compile(rb"(%b)(u\(|)" % _description(put), re.S)
