@@ -9,7 +9,7 @@ classes, is a copy of the one that is there, with the elements of the state (`te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, local_path
-from ckpttool.text import meant
+from ckpttool.text import meant, some
 
 if TYPE_CHECKING:
     from ckpttool.producers.arrange import LayoutBuilder
@@ -202,6 +202,11 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
     for one in mounted:
         if one.format != "asset" and one.root in had - has:
             continue  # nothing of it is left
+        if one.format == "asset" and one.name.endswith(".bin.index.json"):
+            shards = [m for m in mounted if m.name.startswith(f"{one.name.partition('.bin')[0]}-")]
+            if all(shard.root in had - has for shard in shards):
+                continue
+            _check_names(one.name, {shard.name for shard in shards}, like, builder.catalogue)
         key = (one.component.key,) if one.component.key else ()
         for copy in one.copies:
             builder.copy(copy, one.name) if one.format == "asset" else builder.copy(one.name, copy)
@@ -230,3 +235,12 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
             builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
     return builder.finish("the layout has no file for it")
+
+
+def _check_names(index: str, shards: Collection[str], like: Catalogue, planned: Catalogue) -> None:
+    """Raise UsageError for an index that would name tensors which its files do not have any more."""
+    stored = (t for t in like.tensors if t.chunks and like.files[t.chunks.file[0]].name in shards)
+    gone = [tensor.name for tensor in stored if tensor.path not in planned.entries]
+    if gone:
+        text = f"`--producer {SAME}`: `{index}` is copied as it is, and names {some(gone)}"
+        raise UsageError(text, hint="`--to safetensors` writes an index of what it writes")

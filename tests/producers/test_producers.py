@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckpttool
 from ckpttool import convert, inspect, producers
 from ckpttool.catalogue.entries import Part
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.open import open_at, open_source
 from ckpttool.producers.reader import shapes_of_moments
@@ -691,6 +691,20 @@ def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
     back = load_file(tmp_path / "model.safetensors")
     assert set(back) == set(state)
     assert all(torch.equal(back[name], t) for name, t in state.items())
+
+
+def test_an_index_of_torch_files_is_copied_if_it_is_still_right(tmp_path: Path) -> None:
+    torch_shards(tmp_path / "model")
+    index = "pytorch_model.bin.index.json"
+    torch.save({"state": {}, "param_groups": []}, tmp_path / "model" / "optimizer.pt")
+    convert(tmp_path / "model", tmp_path / "whole", producer="same")
+    assert (tmp_path / "whole" / index).read_bytes() == (tmp_path / "model" / index).read_bytes()
+    convert(tmp_path / "model", tmp_path / "rest", producer="same", drop=["model"])
+    assert sorted(os.listdir(tmp_path / "rest")) == ["config.json", "optimizer.pt"]
+    for options in ({"rename": ["pytorch_model.a=pytorch_model.x"]}, {"exclude": ["pytorch_model.c"]}):
+        with pytest.raises(UsageError, match=re.escape(f"`{index}` is copied as it is, and names")):
+            convert(tmp_path / "model", tmp_path / "other", producer="same", **options)
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_model_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
