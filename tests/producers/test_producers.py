@@ -693,6 +693,18 @@ def test_a_model_in_several_torch_files(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], t) for name, t in state.items())
 
 
+def test_an_index_of_torch_files_names_a_tensor_that_is_not_there(tmp_path: Path) -> None:
+    torch_shards(tmp_path / "model")
+    index = tmp_path / "model" / "pytorch_model.bin.index.json"
+    text = json.loads(index.read_text())
+    text["weight_map"]["gone"] = text["weight_map"]["a"]
+    index.write_text(json.dumps(text))
+    message = "`pytorch_model.bin.index.json` names `gone`, which its files do not have"
+    assert [fault.message for fault in inspect(tmp_path / "model").faults] == [message]
+    with pytest.raises(CorruptError, match=re.escape(message)):
+        convert(tmp_path / "model", tmp_path / "model.safetensors")
+
+
 def test_an_index_of_torch_files_is_copied_if_it_is_still_right(tmp_path: Path) -> None:
     torch_shards(tmp_path / "model")
     index = "pytorch_model.bin.index.json"
