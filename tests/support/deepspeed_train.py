@@ -44,3 +44,4 @@ for step in range(done + 1, args.steps + 1):
     print(f"step {step} loss {loss.item()}", flush=True)
     if step % 2 == 0:
         engine.save_checkpoint(args.out, tag=f"global_step{step}", client_state={"step": step})
+torch.distributed.destroy_process_group()  # else a rank that ends later may abort, as the other is gone
