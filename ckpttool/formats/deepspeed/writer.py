@@ -151,7 +151,6 @@ class _Writing:
             if name in others and self._owners[name] == name
         }
         self._parameters = {*self._trained, *self._frozen}
-        self._lines: dict[Hashable, Lines] = {}  # by their flat tensor and kind, or the name of a frozen parameter
         self._lines_of: dict[Path, tuple[Lines, str]] = {}
         self._of_records: dict[tuple[int, int], tuple[Lines, int]] = {}
         self._copies = defaultdict[Path, list[Chunks]](list)  # of tensors that a file has whole
@@ -246,7 +245,7 @@ class _Writing:
         }
         keys, storages = self._write(self._layout.weights_file(rank), rank, tree)
         for name, leaf in fragments.items() if self._layout.partitioned else ():
-            self._fill(rank, storages[str(keys.key(leaf))], name, self._frozen[name], {name: (*_MODEL, name)})
+            self._fill(rank, storages[str(keys.key(leaf))], self._frozen[name], {name: (*_MODEL, name)})
 
     def _module(self, rank: int) -> Any:
         """Return the model as a rank has it; of ZeRO 3, a parameter is an empty tensor."""
@@ -279,13 +278,13 @@ class _Writing:
         return tree
 
     def _write_optimizer(self, rank: int) -> None:
-        leaves: list[tuple[int, _FlatTensor, str, Tensor]] = []
+        leaves: list[tuple[_FlatTensor, str, Tensor]] = []
         state: dict[int, dict[str, Any]] = {}
         masters: list[Tensor] = []
         for number, flat in enumerate(self._flats):
             padding = 0 if self._layout.partitioned else flat.partition.paddings[rank]
             masters.append(_leaf(("weights", number), flat.dtype, flat.size - padding))
-            leaves.append((number, flat, "", masters[-1]))
+            leaves.append((flat, "", masters[-1]))
             for kind, entry in flat.kinds.items():
                 if not isinstance(entry, Tensor):
                     state.setdefault(number, {})[kind] = entry.value
@@ -293,7 +292,7 @@ class _Writing:
                 is_of_each = self._is_of_each(flat, kind)
                 leaf = _leaf((kind, number), entry.dtype, flat.size if is_of_each else None, entry.shape)
                 state.setdefault(number, {})[kind] = leaf
-                leaves.append((number, flat, kind, leaf))
+                leaves.append((flat, kind, leaf))
         of_stage = self._partitioned_state if self._layout.partitioned else self._flat_state
         tree = {
             "optimizer_state_dict": of_stage(rank, state, masters),
@@ -301,10 +300,10 @@ class _Writing:
             "ds_version": VERSION,
         }
         keys, storages = self._write(self._layout.optimizer_file(rank), rank, tree)
-        for number, flat, kind, leaf in leaves:
-            self._place(rank, number, flat, kind, storages[str(keys.key(leaf))])
+        for flat, kind, leaf in leaves:
+            self._place(rank, flat, kind, storages[str(keys.key(leaf))])
 
-    def _place(self, rank: int, number: int, flat: _FlatTensor, kind: str, record: Record) -> None:
+    def _place(self, rank: int, flat: _FlatTensor, kind: str, record: Record) -> None:
         """Note where the elements of the parameters of a flat tensor lie in the file of a rank."""
         paths = {name: (*_STATE, name, kind) if kind else (*_MODEL, name) for name in flat.partition.shapes}
         if kind and not self._is_of_each(flat, kind):
@@ -313,16 +312,17 @@ class _Writing:
             self._copies[first].append(Chunks.single(tensor.shape, torch_zip_writer.extent_of(record)))
             self._firsts |= dict.fromkeys(others, first)
             return
-        self._fill(rank, record, (number, kind), flat.partition, paths)
+        self._fill(rank, record, flat.partition, paths)
 
-    def _fill(self, rank: int, record: Record, key: Hashable, partition: Partition, paths: Mapping[str, Path]) -> None:
+    def _fill(self, rank: int, record: Record, partition: Partition, paths: Mapping[str, Path]) -> None:
         """Note that a record is the line of a rank, in which the parameters that have these paths are."""
-        if key not in self._lines:
-            itemsize = self._planned.tensor(next(iter(paths.values()))).dtype.itemsize
-            lines = self._lines[key] = Lines(partition, itemsize, {})
+        first = next(iter(paths.values()))
+        if first not in self._lines_of:
+            lines = Lines(partition, self._planned.tensor(first).dtype.itemsize, {})
             self._lines_of.update((path, (lines, name)) for name, path in paths.items())
-        self._lines[key].records[rank] = record
-        self._of_records[record.file, record.offset] = self._lines[key], rank
+        lines, _ = self._lines_of[first]
+        lines.records[rank] = record
+        self._of_records[record.file, record.offset] = lines, rank
 
     def _param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as the optimizer has them: of the numbers of flat tensors."""
