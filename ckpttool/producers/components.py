@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.dtypes import Dtype
@@ -340,10 +340,15 @@ def check_ranks(layout: Layout, of_rank: Sequence[re.Match[str]]) -> tuple[str, 
     return files
 
 
+def weight_map(directory: Directory, index: str) -> dict[str, Any]:
+    """Return the files that an index names, by the names of the tensors; empty if it has none."""
+    files = directory.facts(index).get("weight_map")
+    return files if isinstance(files, dict) else {}
+
+
 def check_index(layout: Layout, directory: Directory, index: str) -> list[str]:
     """Add the files that an index names and that are not there to `missing`, and return the others."""
-    weight_map = directory.facts(index).get("weight_map")
-    named = sorted({*map(str, weight_map.values())} if isinstance(weight_map, dict) else ())
+    named = sorted({*map(str, weight_map(directory, index).values())})
     absent = [name for name in named if name not in directory]
     texts = [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
     layout.missing += [text for text in texts if text not in layout.missing]  # a row's own are said already

@@ -20,7 +20,7 @@ from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest
+from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest, weight_map
 from ckpttool.producers.template import is_copied
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
@@ -86,13 +86,11 @@ def annotate(catalogue: Catalogue, layout: Layout, directory: Directory) -> None
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
     catalogue.faults += [_incomplete(text, directory) for text in layout.missing]
-    if not layout.missing:
+    for index in (name for name in layout.assets if name.endswith(".bin.index.json") and not layout.missing):
         names = {path[-1] for path in catalogue.entries}
-        for index in (name for name in layout.assets if name.endswith(".bin.index.json")):
-            weight_map = directory.facts(index).get("weight_map")
-            if absent := [name for name in weight_map if name not in names] if isinstance(weight_map, dict) else ():
-                text = f"`{index}` names {some(absent)}, which its files do not have"
-                catalogue.faults.append(_incomplete(text, directory))
+        if absent := [name for name in weight_map(directory, index) if name not in names]:
+            text = f"`{index}` names {some(absent)}, which its files do not have"
+            catalogue.faults.append(_incomplete(text, directory))
 
 
 def _incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:

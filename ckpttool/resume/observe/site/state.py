@@ -59,9 +59,8 @@ class Recorder:
     def __init__(self, folder: str, torch: Any, steps: Iterable[int], *, is_rounded: bool = False) -> None:
         self._folder, self._torch, self._left, self._is_rounded = folder, torch, {*steps}, is_rounded
         self.counts: dict[int, int] = {}  # steps that have begun, by the id of the optimizer
-        self._ends: dict[
-            int, tuple[int, int]
-        ] = {}  # by the same, the first and the last of its steps among those of all
+        # By the same, the first and the last of its steps among those of all.
+        self._ends: dict[int, tuple[int, int]] = {}
         self._forward: dict[str, Any] | None = None
         self._there: _Living | None = None  # before the forward pass, but for tensors, which are not held
         self._batches: list[Any] = []
