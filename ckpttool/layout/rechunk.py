@@ -36,7 +36,8 @@ def whole(catalogue: Catalogue) -> Catalogue:
 
 def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:
     """Plan the chunks of the source on the ranks that wrote them; `files[i]` is the rank of file i."""
-    return _placed(catalogue, lambda tensor: _boxes_of(tensor.origin or tensor, files))
+    place = _as_on(files)
+    return _placed(catalogue, lambda tensor: place(tensor.origin or tensor))
 
 
 def _whole_on(tensor: Tensor, ranks: Sequence[int] = (0,)) -> Chunks:
@@ -45,14 +46,25 @@ def _whole_on(tensor: Tensor, ranks: Sequence[int] = (0,)) -> Chunks:
     return Chunks.placed([(boxes.whole(tensor.shape), rank) for rank in ranks])
 
 
-def _boxes_of(tensor: Tensor, files: Sequence[int | None]) -> Chunks:
-    chunks = tensor.chunks
-    if len(chunks) == 1 and chunks.sizes[0] == tensor.shape:
-        return Chunks.whole_on(tensor.shape, files[chunks.file[0]] or 0)
-    placed = [((o, s), files[f] or 0) for o, s, f in zip(chunks.offsets, chunks.sizes, chunks.file, strict=True)]
-    # A rank without elements needs no chunk; a tensor without elements needs one.
-    full = [box for box in placed if 0 not in box[0][1]]
-    return Chunks.placed(full) if full else _whole_on(tensor, [placed[0][1] if placed else 0])
+def _as_on(files: Sequence[int | None]) -> Callable[[Tensor], Chunks]:
+    """Return a function that plans the chunks that a tensor has, on the ranks that wrote them."""
+    shared: dict[bytes, array[int]] = {}  # of the ranks of a tensor's chunks, there are as many columns as shardings
+
+    def place(tensor: Tensor) -> Chunks:
+        chunks = tensor.chunks
+        if len(chunks) == 1 and chunks.sizes[0] == tensor.shape:
+            return Chunks.whole_on(tensor.shape, files[chunks.file[0]] or 0)
+        ranks = array("l", [files[file] or 0 for file in chunks.file])
+        # A rank without elements needs no chunk; a tensor without elements needs one.
+        full = [i for i, sizes in enumerate(chunks.sizes) if 0 not in sizes]
+        if not full:
+            return _whole_on(tensor, [ranks[0] if ranks else 0])
+        if len(full) == len(ranks):
+            return Chunks.from_columns(chunks.offsets, chunks.sizes, shared.setdefault(ranks.tobytes(), ranks))
+        offsets, sizes = [chunks.offsets[i] for i in full], [chunks.sizes[i] for i in full]
+        return Chunks.from_columns(offsets, sizes, array("l", [ranks[i] for i in full]))
+
+    return place
 
 
 def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
@@ -60,7 +72,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
 
     Raises UsageError for a tensor that is not there, or has another shape.
     """
-    files = [file.rank for file in reference.files]
+    stored = _as_on([file.rank for file in reference.files])
     by_name = {t.name: t for t in reference.tensors if not t.embedded}
     other_model = "it must be a checkpoint of the same model"
 
@@ -78,7 +90,7 @@ def like(catalogue: Catalogue, reference: Catalogue, name: str) -> Catalogue:
             there, here = list(match.shape), list(tensor.shape)
             message = f"`--like {name}`: tensor `{tensor.name}` is {there} there, but {here} here"
             raise UsageError(message, hint=other_model, tensor=tensor.name, found=there, expected=here)
-        return _boxes_of(match, files)
+        return stored(match)
 
     return _placed(catalogue, place)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import struct
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,9 @@ _BY_HAND = "the file was put together by hand; other readers see something else 
 _GAP = 1 << 16  # bytes between two records: a descriptor, and a field that `zip` adds to local headers only
 
 
+_ahead: tuple[object, int, bytes] = (None, 0, b"")  # of the archive that was read last: where bytes begin, and they
+
+
 @dataclass(slots=True)
 class Archive:
     """An archive that was opened: `records["data/0"]` is its place, absolute in the file, with its CRC."""
@@ -65,10 +69,10 @@ class Archive:
     root: str
     records: dict[str, Record]
     read: Read
-    starts: list[int]  # of the records and, last, of the directory, in order and absolute
+    starts: array[int]  # of the records and, last, of the directory, in order and absolute
     swapped: bool = False
     located: dict[str, Record] = field(default_factory=dict)  # the payloads that somebody has asked for
-    _ahead: tuple[int, bytes] = (0, b"")  # bytes behind what was read last, for records that are small
+    _key: object = field(default_factory=object)  # what of all archives only this one has
 
     def payload(self, record: str) -> Record:
         """Return where the bytes of a record lie, once its local header has been read."""
@@ -85,15 +89,17 @@ class Archive:
         return self.starts[-1]
 
     def head(self, offset: int, nbytes: int, following: int) -> bytes:
-        """Return the first bytes of a record, which another one is `following`. Of small ones, several are read."""
+        """Return the first bytes of a record, which another one is `following`. Of small ones, several are read if the
+        archive is read one record after the other: of 256 ranks that are read in turn, they would be 16 MB."""
+        global _ahead
         if following - offset > _SMALL_RECORD:
             return self.read(offset, nbytes)
-        start, data = self._ahead
+        key, start, data = _ahead
         at = offset - start
-        if at < 0 or at + nbytes > len(data):
+        if key is not self._key or at < 0 or at + nbytes > len(data):
             start, at = offset, 0
-            data = self.read(offset, min(_AHEAD, self.end - offset))
-            self._ahead = start, data
+            data = self.read(offset, min(_AHEAD if key is self._key else nbytes, self.end - offset))
+            _ahead = self._key, start, data
         return data[at : at + nbytes]
 
     def check_remarks(self) -> None:
@@ -192,7 +198,7 @@ def open_archive(read: Read, base: int, length: int, *, name: str, file: int = 0
     """Return the archive in `length` bytes at `base`. Raises CorruptError when it is not one, or not whole."""
     directory, count, at = _directory(read, base, length, name)
     records, root, starts = _read_directory(directory, count, name, base, file, at)
-    return Archive(name, file, base, root, records, read, [base + start for start in (*starts, at)])
+    return Archive(name, file, base, root, records, read, array("q", [base + start for start in (*starts, at)]))
 
 
 def _directory(read: Read, base: int, length: int, name: str) -> tuple[bytes, int, int]:

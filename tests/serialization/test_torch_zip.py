@@ -448,3 +448,22 @@ def test_a_second_save_in_the_file_is_not_passed_over() -> None:
     assert len(first) == len(second)
     with pytest.raises(CorruptError, match="the zip64 end record is not where its locator says"):
         opened(first + second)
+
+
+def test_archives_that_are_read_in_turn(tmp_path: Path) -> None:
+    """Each has its own bytes, and only those of one archive are read ahead: of 256 ranks, they were 16 MB."""
+    files = []
+    for rank in range(32):
+        torch.save({str(i): torch.full((300,), i + 100 * rank) for i in range(40)}, tmp_path / f"rank{rank:02}.pt")
+        files.append((tmp_path / f"rank{rank:02}.pt").read_bytes())
+    archives = [opened(data) for data in files]
+    tracemalloc.start()
+    try:
+        for i in range(40):
+            for rank, (data, archive) in enumerate(zip(files, archives, strict=True)):
+                at = archive.payload(f"data/{i}")
+                assert data[at.offset : at.offset + at.nbytes] == torch.full((300,), i + 100 * rank).numpy().tobytes()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 600 * 32 * 40, taken / 32 / 40  # what was located
