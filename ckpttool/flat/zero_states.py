@@ -7,11 +7,13 @@ what is not of each element, such as the step, a group has once.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from math import isnan, prod
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.boxes import Ints, is_row_major, row_major
 from ckpttool.catalogue.flatten import replaced
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import TorchSize
@@ -285,14 +287,108 @@ def rounded(data: bytes, dtype: str) -> bytes | None:
     return data if dtype == "float32" else None
 
 
-def with_masters(inner: dict[str, Any], masters: Any, file: str) -> dict[str, Any] | None:
-    """Return the state of an optimizer of fp16 without ZeRO with the float32 weights as state of each parameter; None
-    for flat ones."""
-    if not isinstance(masters, list):
+# Without ZeRO -------------------------------------------------------------------------------------------------------
+
+
+class MasterLine(NamedTuple):
+    """The float32 weights of what an optimizer of fp16 has an id for, a parameter or a whole group of them, from an
+    element of the group on: `MasterLine(0, TensorRef(...), 0)`."""
+
+    id: Any
+    ref: TensorRef
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + prod(self.ref.shape)
+
+
+Masters = Sequence[Sequence[MasterLine]]
+"""Those of each group, end to end."""
+
+
+def masters_of(state: Mapping[str, Any], file: str) -> Masters:
+    """Return the float32 weights of each group of an optimizer of fp16 without ZeRO; of none, nothing. Raises
+    CorruptError unless each id has some."""
+    flat, single = state.get("fp32_groups_flat"), state.get("fp32_groups")
+    of_groups = [[ref] for ref in flat] if isinstance(flat, list) else single
+    if not isinstance(of_groups, list):
+        return []
+    refs = [group if isinstance(group, list) else [group] for group in of_groups]
+    ids = [
+        as_dict(group).get("params", []) for group in as_dict(state.get("optimizer_state_dict")).get("param_groups", [])
+    ]
+    counts = [sum(map(len, each)) for each in (refs, ids)]
+    if [*map(len, refs)] != [*map(len, ids)]:
+        raise CorruptError(f"`{file}`: {counts[0]} float32 weights of {counts[1]} parameters", file=file)
+    every = []
+    for own, group in zip(ids, refs, strict=True):
+        if not all(isinstance(ref, TensorRef) and is_row_major(ref.shape, ref.strides) for ref in group):
+            raise CorruptError(f"`{file}`: float32 weights that are no tensors", file=file)
+        starts = accumulate((prod(ref.shape) for ref in group), initial=0)
+        every.append([MasterLine(*one) for one in zip(own, group, starts, strict=False)])
+    return every
+
+
+def in_groups(
+    parameters: Mapping[str, Ints], masters: Masters, has: Callable[[MasterLine, int, str], bool]
+) -> list[dict[str, Ints]] | None:
+    """Return the parameters of each group, which has them one after the other in the order of the model. `has(line,
+    start, name)` is whether a line has the elements of a parameter from there on; one that no line has is frozen. None
+    if they do not fill the lines, or would do so in another way, too."""
+    groups, ends = [dict[str, Ints]() for _ in masters], [0] * len(masters)
+
+    def is_at(i: int, start: int, name: str) -> bool:
+        end = start + prod(parameters[name])
+        return any(one.start <= start and end <= one.end and has(one, start - one.start, name) for one in masters[i])
+
+    for name, shape in parameters.items():
+        own = [i for i, end in enumerate(ends) if prod(shape) and is_at(i, end, name)]
+        if len(own) > 1:
+            return None
+        for i in own:
+            groups[i][name] = shape
+            ends[i] += prod(shape)
+    if ends != [group[-1].end if group else 0 for group in masters]:
         return None
-    ids = [key for group in inner.get("param_groups", ()) for key in as_dict(group).get("params", ())]
-    lines = [ref for group in masters if isinstance(group, list) for ref in group]
-    if len(ids) != len(lines):
-        raise CorruptError(f"`{file}`: {len(lines)} float32 weights of {len(ids)} parameters", file=file)
-    own = {key: {"fp32": ref} for key, ref in zip(ids, lines, strict=True)}
+    starts = [[*accumulate(map(prod, group.values()), initial=0)] for group in groups]
+    left = parameters.keys() - {name for group in groups for name in group}
+    might = (
+        is_at(i, at, name) for name in left if prod(parameters[name]) for i, row in enumerate(starts) for at in row
+    )
+    return None if any(might) else groups
+
+
+def by_parameter(
+    inner: Mapping[str, Any], masters: Masters, groups: Sequence[dict[str, Ints]]
+) -> tuple[dict[str, TensorRef], dict[str, Any]] | None:
+    """Return the float32 weights, and the state of the optimizer, by the names of the parameters. None for state that
+    is not of each element."""
+    weights: dict[str, TensorRef] = {}
+    state: dict[str, dict[str, Any]] = {}
+    of_ids = as_dict(inner.get("state"))
+    for lines, shapes in zip(masters, groups, strict=True):
+        at = 0
+        for name, shape in shapes.items():
+            line = next(one for one in lines if at < one.end)
+            kinds = as_dict(of_ids.get(line.id))
+            if any(is_of_elements(value) and value.shape != line.ref.shape for value in kinds.values()):
+                return None
+            own = {
+                kind: replace(value, offset=value.offset + at - line.start, shape=shape, strides=row_major(shape))
+                if is_of_elements(value)
+                else value
+                for kind, value in {**kinds, "": line.ref}.items()
+            }
+            weights[name] = own.pop("")
+            if own:
+                state[name] = own
+            at += prod(shape)
+    named = [{**as_dict(one), "params": [*names]} for one, names in zip(inner["param_groups"], groups, strict=True)]
+    return weights, {**inner, "state": state, "param_groups": named}
+
+
+def with_masters(inner: Mapping[str, Any], masters: Masters) -> dict[str, Any]:
+    """Return the state of an optimizer with the float32 weights as state of each id."""
+    own = {line.id: {"fp32": line.ref} for group in masters for line in group}
     return {**inner, "state": {k: {**as_dict(v), **own.get(k, {})} for k, v in as_dict(inner.get("state")).items()}}

@@ -65,6 +65,10 @@ def _trained_model(builder: LayoutBuilder) -> tuple[Part, Part]:
         absent = "model" if model is None else "optimizer"
         text = f"a checkpoint of DeepSpeed has a model and its optimizer, and there is no {absent}"
         raise UsageError(text, hint="convert a whole training state, without `--only`")
+    of_optimizer = (e for e in builder.catalogue.entries.values() if e.part == optimizer and isinstance(e, Tensor))
+    if masters := [e.name for e in of_optimizer if e.path[-1] == "fp32"]:
+        text = f"{some(masters)} are weights beside those of the model, and DeepSpeed has one of each"
+        raise LossError(text, hint="`--exclude '*.fp32'` leaves them out: training goes on from those of the model")
     return model, optimizer
 
 

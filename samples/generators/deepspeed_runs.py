@@ -26,6 +26,7 @@ ZERO3 = {"stage3_param_persistence_threshold": 0}
 RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero0_fp32_w2": (2, {"stage": 0}, {}),
     "zero0_fp16_w2": (2, {"stage": 0}, FP16),
+    "zero0_fp16_fused_w2": (2, {"stage": 0}, FP16),
     "zero1_w2": (2, {"stage": 1}, BF16),
     "zero1_elastic_w2": (2, {"stage": 1, "elastic_checkpoint": True}, BF16),
     "zero1_bf16_optimizer_w3": (3, {"stage": 1}, BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}),
@@ -85,7 +86,7 @@ def configuration(zero: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def start(zero: dict[str, Any], rest: dict[str, Any]) -> Any:
+def start(zero: dict[str, Any], rest: dict[str, Any], *, fused: bool = False) -> Any:
     """Return an engine over a new model, the same on all ranks."""
     import deepspeed
     import torch
@@ -96,6 +97,8 @@ def start(zero: dict[str, Any], rest: dict[str, Any]) -> Any:
     with deepspeed.zero.Init(config_dict_or_path=configuration(zero, rest), enabled=zero["stage"] == 3):
         model = model_class()()
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-3)
+    if fused:  # as DeepSpeed's own is on a GPU: all parameters of a group in one flat tensor
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW
     return deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(zero, rest))[0]
 
 
@@ -119,6 +122,24 @@ def live_moments(engine: Any) -> dict[str, dict[str, Any]]:
             kinds = ("exp_avg", "exp_avg_sq")
             found[name] = {kind: safe_get_full_optimizer_state(parameter, kind).clone() for kind in kinds}
     return found
+
+
+def flat_state(engine: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the float32 weights, and the state, of each parameter as the live optimizer of fp16 without ZeRO has them:
+    those of a group in one flat tensor, in the order of the parameters that it was given."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    masters: dict[str, Any] = {}
+    moments: dict[str, dict[str, Any]] = {}
+    optimizer = engine.optimizer
+    for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+        at = 0
+        for parameter in group:
+            own = slice(at, at + parameter.numel())
+            at += parameter.numel()
+            name, state = names[id(parameter)], optimizer.optimizer.state[flat]
+            masters[name] = flat.detach()[own].view(parameter.shape).clone()
+            moments[name] = {kind: state[kind][own].view(parameter.shape).clone() for kind in ("exp_avg", "exp_avg_sq")}
+    return masters, moments
 
 
 def universal_moments(step: Path) -> dict[str, dict[str, Any]]:
@@ -146,12 +167,15 @@ def run_on_rank(name: str) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     _, zero, rest = RUNS[name]
-    engine = start(zero, rest)
+    engine = start(zero, rest, fused="fused" in name)
     train(engine, range(2))
     folder = HERE / name / "saved"
     state = {"iteration": 2, "rng": torch.random.get_rng_state()[:16] + engine.global_rank}
     engine.save_checkpoint(str(folder), client_state=state)
     moments = live_moments(engine) if zero["stage"] == 3 else {}
+    masters: dict[str, Any] = {}
+    if "fused" in name:
+        masters, moments = flat_state(engine)
     torch.distributed.barrier()
     if engine.global_rank == 0:
         for script in ("zero_to_fp32.py", "zero_to_torch.py"):
@@ -162,6 +186,8 @@ def run_on_rank(name: str) -> None:
         expected: dict[str, Any] = {"moments": moments}
         if zero["stage"] and "bf16_optimizer" not in name:  # which `zero_to_fp32` does not read
             expected["weights"] = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        if masters:
+            expected["weights"] = masters
         torch.save(expected, folder.parent / "expected.pt")
 
 

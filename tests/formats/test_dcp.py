@@ -43,10 +43,10 @@ from ckpttool.catalogue.protocols import SinkOptions, Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CorruptError, LossError, ReadError
 from ckpttool.formats.dcp import FORMAT
-from ckpttool.formats.dcp import decompress as dcpscratch
 from ckpttool.formats.dcp import index as dcpindex
 from ckpttool.formats.dcp import reader as opening
 from ckpttool.formats.dcp.items import Items
+from ckpttool.serialization.dcp import decompress as dcpscratch
 from ckpttool.serialization.dcp.metadata import StoredTensor
 from ckpttool.storage.stores import locate
 

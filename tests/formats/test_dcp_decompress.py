@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from ckpttool.errors import CorruptError, StorageError
-from ckpttool.formats.dcp import decompress as scratch
 from ckpttool.formats.detect import detect
+from ckpttool.serialization.dcp import decompress as scratch
 from ckpttool.storage.stores import locate
 from ckpttool.transfer import execute as transfer
 

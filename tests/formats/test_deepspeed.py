@@ -19,6 +19,7 @@ import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,19 +143,62 @@ def test_experts_have_the_numbers_that_they_have_among_all_ranks(tmp_path: Path)
         ckpttool.convert(path, tmp_path / "b.pt")
 
 
-@pytest.mark.parametrize("name", ["zero0_fp32_w2", "zero0_fp16_w2"])
-def test_without_zero(name: str, tmp_path: Path) -> None:
-    state = converted(RUNS / name / "saved", tmp_path)
-    file = RUNS / name / "saved" / "global_step2" / "mp_rank_00_model_states.pt"
-    saved = torch.load(file, weights_only=False)
+WITHOUT_ZERO = ("global_step2", "mp_rank_00_model_states.pt")
+
+
+def test_without_zero(tmp_path: Path) -> None:
+    state = converted(RUNS / "zero0_fp32_w2" / "saved", tmp_path)
+    saved = torch.load((RUNS / "zero0_fp32_w2" / "saved").joinpath(*WITHOUT_ZERO), weights_only=False)
     require_same(state["model"], saved["module"])
-    optimizer = saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
-    for number, one in optimizer["state"].items():
+    for number, one in saved["optimizer"]["state"].items():
         require_same(state["optimizer"]["state"][number], one)
-    if "fp32_groups" in saved["optimizer"]:
-        masters = [ref for group in saved["optimizer"]["fp32_groups"] for ref in group]
-        for one, master in zip(state["optimizer"]["state"].values(), masters, strict=True):
-            assert one["fp32"].equal(master)
+
+
+def test_weights_of_fp16_without_zero_have_the_names_of_the_model(tmp_path: Path) -> None:
+    """Of one flat tensor for each group, and of one for each parameter; the weights in 16 bits prove which is which."""
+    for name in ("zero0_fp16_fused_w2", "zero0_fp16_w2"):
+        state = converted(RUNS / name / "saved", tmp_path / name)
+        saved = torch.load((RUNS / name / "saved").joinpath(*WITHOUT_ZERO), weights_only=False)
+        wanted = expected("zero0_fp16_fused_w2")  # by the live run; the other one has trained the same
+        require_same(state["model"], wanted["weights"])
+        for parameter, value in saved["module"].items():
+            found = state["model"][parameter]
+            assert found.to(value.dtype).equal(value) and (parameter != "frozen" or found.dtype == value.dtype)
+        assert state["optimizer"]["state"].keys() == wanted["moments"].keys()
+        for parameter, kinds in wanted["moments"].items():
+            require_same(state["optimizer"]["state"][parameter], kinds)
+        groups = [group["params"] for group in state["optimizer"]["param_groups"]]
+        assert groups == [["embed.weight", "up.weight", "down.weight"], [*wanted["moments"]][3:]]
+        assert state["loss_scaler"]["cur_scale"] == 16 and "fp32_groups" not in str(state.keys())
+
+
+@pytest.mark.parametrize("name", ["zero0_fp16_fused_w2", "zero0_fp16_w2"])
+@pytest.mark.parametrize("spoil", ["averages", "another", "twins"])
+def test_weights_of_fp16_that_prove_no_names(name: str, spoil: str, tmp_path: Path) -> None:
+    """All is there, under numbers; and a run of DeepSpeed is not made of what has weights twice."""
+    path = copied(name, tmp_path)
+
+    def by(tree: Any) -> None:
+        if spoil == "averages":  # in place of the weights
+            tree["module"] = {
+                key: value * 0.875 if value.is_floating_point() else value for key, value in tree["module"].items()
+            }
+        elif spoil == "another":  # a parameter that is not frozen, and of which the optimizer has no weights
+            tree["module"].pop("down.weight")
+        else:  # nothing says which of the two is frozen
+            tree["module"]["frozen"].copy_(tree["module"]["down.bias"])
+
+    change(path / WITHOUT_ZERO[1], by)
+    saved = torch.load(path / WITHOUT_ZERO[1], weights_only=False)
+    warnings = [str(warning) for warning in ckpttool.inspect(path).warnings]
+    assert any("they are `fp32` in its state" in text for text in warnings), warnings
+    state = converted(path, tmp_path)
+    require_same(state["model"], saved["module"])
+    masters = saved["optimizer"].get("fp32_groups_flat") or [*chain.from_iterable(saved["optimizer"]["fp32_groups"])]
+    for number, one in saved["optimizer"]["optimizer_state_dict"]["state"].items():
+        require_same(state["optimizer"]["state"][number], {**one, "fp32": masters[number].detach()})
+    with pytest.raises(CkptError, match=r"weights beside those of the model|the model has|the model does not have"):
+        ckpttool.convert(path, tmp_path / "out", producer="deepspeed:zero3", to_world=2, drop=["scaler"])
 
 
 def test_the_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
@@ -200,13 +244,20 @@ def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
         ckpttool.convert(path, tmp_path / "b.pt")
 
 
-def test_a_pipeline_without_zero_has_a_model_alone(tmp_path: Path) -> None:
+def test_a_pipeline_without_zero_has_an_optimizer_of_each_stage(tmp_path: Path) -> None:
     source, wanted = RUNS / "pipeline_zero0_w2" / "saved", expected("pipeline_zero0_w2")["module"]
-    with pytest.raises(CorruptError, match="each stage counts its own parameters"):
-        ckpttool.convert(source, tmp_path / "a.pt")
-    state = converted(source, tmp_path, drop=["optimizer"])
+    assert any("has numbers for names" in str(warning) for warning in ckpttool.inspect(source).warnings)
+    state = converted(source, tmp_path)
     # Nothing says that the weight of layer 0 is the tied one.
     require_same(state["model"], {n.replace("tied_modules.embed", "0"): value for n, value in wanted.items()})
+    for stage in range(2):
+        file = source / "global_step2" / f"mp_rank_{stage:02d}_model_states.pt"
+        saved, own = torch.load(file, weights_only=False)["optimizer"], state["optimizer"][f"stage{stage}"]
+        assert own["param_groups"] == saved["param_groups"] and own["state"].keys() == saved["state"].keys()
+        for number, kinds in saved["state"].items():
+            require_same(own["state"][number], kinds)
+    with pytest.raises(CkptError, match=r"`optimizer\.stage0` has state for 2 parameters of shape"):
+        ckpttool.convert(source, tmp_path / "b.pt", optim_keys="fqn")
 
 
 def test_a_file_of_a_layer_that_is_not_there(tmp_path: Path) -> None:

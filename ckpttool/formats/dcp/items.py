@@ -24,8 +24,8 @@ from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Extent, File, Record
 from ckpttool.catalogue.validation import outside
 from ckpttool.errors import CorruptError
-from ckpttool.formats.dcp import decompress
 from ckpttool.serialization import pickle_opcodes, safetensors_header, torch_pickle, torch_zip, torch_zip_writer
+from ckpttool.serialization.dcp import decompress
 from ckpttool.serialization.dcp.metadata import IndexItem
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import NewTensor, TensorRef

@@ -139,7 +139,7 @@ class OpenDirectory:
         """Add a fault if model states, or a file of a layer or of an expert, have other weights than the optimizer: the
         first ones of each file are compared. `why` says more of it."""
         names = [name for name in module if name in by_name]
-        count = len(names) if self.members.universal else len(self.states)
+        count = len(names) if self.members.universal else max(1, len(self.states))
         left = defaultdict[int, list[int]](lambda: [max(1, _PIECES // count), max(_LEAST, _COMPARED // count)])
         done = 0
         for name in names:
@@ -169,6 +169,19 @@ class OpenDirectory:
                     return
                 left[here.file] = [pieces - 1, elements - n]
                 done += pieces == 1 or elements == n
+
+    def is_rounded(self, line: TensorRef, start: int, ref: TensorRef) -> bool:
+        """Return whether elements of a float32 tensor of the first file, from `start` on, are those of another tensor
+        there, rounded: the first and the last ones are compared."""
+        masters, there, numel = self.first.place(line), self.first.place(ref), prod(ref.shape)
+        if not there.plain or line.dtype.name != "float32":
+            return False
+        n, size = min(numel, _LEAST), ref.dtype.itemsize
+        for at in {0, numel - n}:
+            own = self.read(masters._replace(offset=masters.offset + 4 * (start + at)), 4 * n)
+            if rounded(own, ref.dtype.name) != self.read(there._replace(offset=there.offset + at * size), n * size):
+                return False
+        return True
 
     def compare_same(self, name: str, one: Rebuilt, other: Rebuilt) -> None:
         """Add a fault if two files do not begin with the same elements of a parameter."""

@@ -371,35 +371,61 @@ class _ZeroOpening(OpenDirectory):
     # Without ZeRO ---------------------------------------------------------------------------------------------------
 
     def _read_plain(self) -> None:
-        """Add the model as it was in training, and the optimizer under its own ids."""
+        """Add the model, and the optimizer under its own ids; of fp16 with float32 weights that are those of the model,
+        these as the model, and the names of its parameters."""
         file = self.first
-        self._add_model({}, 1)
         state = file.tree.get("optimizer")
         if self.members.layers:
-            text = "in a pipeline without ZeRO each stage counts its own parameters, and no file says which they are"
-            self.fault(text, "leave it out: `--drop optimizer`", concerns=[OPTIMIZER])
-            for file in self.weights:
-                self.add_tree(file.tree.get("optimizer"), (OPTIMIZER, f"stage{file.rank // self._world}"), file)
+            self._add_model({}, 1)
+            keys = [f"stage{file.rank // self._world}" for file in self.weights]
+            for key, file in zip(keys, self.weights, strict=True):
+                self.add_tree(file.tree.get("optimizer"), (OPTIMIZER, key), file)
+            text = "in a pipeline without ZeRO the optimizer of each stage has numbers for names"
+            self.warn("optimizer-keys", f"{text}: {some([dotted((OPTIMIZER, key)) for key in keys])}")
             return
+        inner = as_dict(state).get("optimizer_state_dict")
+        masters = zero_states.masters_of(as_dict(state), file.name)
+        named = self._by_parameter(as_dict(inner), masters) if masters else None
+        weights = {} if named is None else {name: self._whole(ref) for name, ref in named[0].items()}
+        self._add_model(weights, 1)
         if state is None:
             text = "no optimizer state: DeepSpeed before 0.18.5 saves none of bfloat16 without ZeRO"
             if stage := _zero_config(file).get("stage"):
                 text = f"no `*_optim_states.pt` of ZeRO-{shown(stage)}: the weights are those in 16 bits, no optimizer"
             self.warn("missing-part", text)
             return
-        inner = as_dict(state).get("optimizer_state_dict")
         if any("worker_error" in as_dict(own) for own in as_dict(as_dict(inner or state).get("state")).values()):
             text = f"`{file.name}`: `worker_error` of a 1-bit optimizer: each rank has its own, and one is there"
             self.fault(text, "leave the optimizer out: `--drop optimizer`", concerns=[OPTIMIZER])
         if not isinstance(inner, dict):
             self.add_tree(state, (OPTIMIZER,), file)
             return
-        if (whole := zero_states.with_masters(inner, as_dict(state).get("fp32_groups"), file.name)) is None:
-            text = "the optimizer of fp16 without ZeRO has flat groups, and no names of what is in them"
-            self.fault(text, "leave it out: `--drop optimizer`", concerns=[OPTIMIZER])
-        self.add_tree(whole or inner, (OPTIMIZER,), file)
-        rest = {k: v for k, v in as_dict(state).items() if k not in ("optimizer_state_dict", "fp32_groups")}
+        if masters and named is None:
+            text = "the float32 weights of the optimizer are, rounded, not those of the model, or of more than one"
+            self.warn("optimizer-keys", f"{text}: they are `fp32` in its state, which has numbers for names")
+        self.add_tree(zero_states.with_masters(inner, masters) if named is None else named[1], (OPTIMIZER,), file)
+        rest = {k: v for k, v in state.items() if k not in ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat")}
         self.add_tree(rest, ("loss_scaler",), file)
+
+    def _by_parameter(
+        self, inner: dict[str, Any], masters: zero_states.Masters
+    ) -> tuple[dict[str, TensorRef], dict[str, Any]] | None:
+        """Return the float32 weights and the optimizer's state by the names of the parameters that have the same
+        weights, rounded; None if they are not those of the model, or not of these parameters alone."""
+        module, buffers = as_dict(self.first.tree.get("module")), self.first.tree.get("buffer_names") or ()
+        first: dict[Hashable, str] = {}
+        parameters = {
+            name: ref.shape
+            for name, ref in module.items()
+            if isinstance(ref, TensorRef) and name not in buffers and first.setdefault(_place(ref, name), name) == name
+        }
+        groups = zero_states.in_groups(
+            parameters, masters, lambda line, start, name: self.is_rounded(line.ref, start, module[name])
+        )
+        return None if groups is None else zero_states.by_parameter(inner, masters, groups)
+
+    def _whole(self, ref: TensorRef) -> Rebuilt:
+        return Rebuilt(ref.dtype, ref.shape, Chunks.single(ref.shape, self.first.place(ref)))
 
     # All else -------------------------------------------------------------------------------------------------------
 
