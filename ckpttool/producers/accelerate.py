@@ -61,6 +61,17 @@ def prefer_deepspeed(directory: Directory, layout: Layout) -> None:
         ]
 
 
+def require_trainer_state(directory: Directory, layout: Layout) -> None:
+    """Note that the state of the Trainer is missing beside its generators; those of accelerate have another name."""
+    if directory.has(r"rng_state(_0)?\.pth") and not directory.has(r"random_states_\d+\.pkl"):
+        layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
+
+
+def _adjust(directory: Directory, layout: Layout) -> None:
+    prefer_deepspeed(directory, layout)
+    require_trainer_state(directory, layout)
+
+
 _PATTERNS = (
     *STATE,
     Pattern(rf"sampler{_I}\.bin", "sampler"),
@@ -155,7 +166,7 @@ ACCELERATE = Producer(
     (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
     _PATTERNS,
     expected=("model", "optimizer", "rng"),
-    adjust=prefer_deepspeed,
+    adjust=_adjust,
     writes=(_SHARDED, _FULL, _DDP),
     choose=_choose,
 )

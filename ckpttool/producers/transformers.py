@@ -49,11 +49,6 @@ def _require_files(directory: Directory, layout: Layout) -> None:
         layout.missing.append("`rng_state_1.pth` is missing: one process alone saves `rng_state.pth`")
 
 
-def _require_state(directory: Directory, layout: Layout) -> None:
-    if directory.has(r"rng_state(_0)?\.pth"):
-        layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
-
-
 # Writing --------------------------------------------------------------------------------------------------------------
 
 # The Trainer fails without these: a batch size, which it compares with its own to warn, and the state of its control,
@@ -137,6 +132,6 @@ PRETRAINED = Producer(
     (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
     _PRETRAINED,
     applies=lambda directory: not directory.has(r"ckpttool\.json|(__\d+)?\.metadata"),
-    adjust=_require_state,
+    adjust=accelerate.require_trainer_state,
     checkpoint_folders=_CHECKPOINT,
 )
