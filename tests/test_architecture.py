@@ -364,6 +364,7 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         "operations.verify.payloads",
         "training.read",
         "transfer.agreement",
+        "transfer.assemble",
         "transfer.execute",
         "transfer.file_digest",
         "transfer.read",

@@ -20,7 +20,7 @@ def convert(
     optim_root: options.OptimRoot = None,
     public: options.Public = False, private: options.Private = False, tag: options.Tag = None,
     commit_message: options.CommitMessage = None, token: options.Token = None, stage: options.Stage = None,
-    not_secret: options.NotSecret = [],
+    not_secret: options.NotSecret = [], in_store: options.InStore = "auto",
     check: options.Check = False, manifest: options.Manifest = None, overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False, threads: options.Threads = None, max_memory: options.MaxMemory = None,
     resume: options.Resume = False, no_manifest: options.NoManifest = False,

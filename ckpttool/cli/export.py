@@ -26,7 +26,7 @@ def export(
     strict: options.ConfigStrict = True, card: options.Card = True,
     public: options.Public = False, private: options.Private = False, keep: options.Keep = [],
     create_pr: options.CreatePr = False, tag: options.Tag = None, commit_message: options.CommitMessage = None,
-    token: options.Token = None, stage: options.StageUploads = None,
+    token: options.Token = None, stage: options.StageUploads = None, in_store: options.InStore = "auto",
     check: options.Check = False, manifest: options.Manifest = None, overwrite: options.Overwrite = False,
     dry_run: options.DryRun = False, threads: options.Threads = None, max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,

@@ -210,6 +210,8 @@ Token = Annotated[Text, option("--token TOKEN", HUB,
     "Hub token. Prefer HF_TOKEN: command-line arguments are visible to other users.")]
 Stage = Annotated[Text, option("--stage DIR", HUB,
     "Directory for files of DST before they are uploaded. Default: TMPDIR.")]
+InStore = Annotated[str, option("--in-store POLICY", HUB,
+    "Let the object store of SRC and DST copy the bytes that stay as they are: auto or never.")]
 StageUploads = Annotated[Stage, Reworded(
     "Staging directory for uploads, which is kept. Default: up to three temporary files.")]
 NotSecret = Annotated[Many, option("--not-secret NAME", HUB,

@@ -15,7 +15,7 @@ def reshard(
     only: options.Only = [], drop: options.Drop = [], shapes: options.Shapes = None,
     public: options.Public = False, private: options.Private = False, tag: options.Tag = None,
     commit_message: options.CommitMessage = None, token: options.Token = None, stage: options.Stage = None,
-    not_secret: options.NotSecret = [],
+    not_secret: options.NotSecret = [], in_store: options.InStore = "auto",
     engine: options.Engine = None, check: options.Check = False, manifest: options.Manifest = None,
     overwrite: options.Overwrite = False, dry_run: options.DryRun = False, threads: options.Threads = None,
     max_memory: options.MaxMemory = None, no_manifest: options.NoManifest = False, resume: options.Resume = False,

@@ -80,6 +80,7 @@ def convert(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    in_store: str = "auto",
     not_secret: str | Sequence[str] = (),
     shared: bool = False,
     progress: Progress | None = None,
@@ -135,6 +136,7 @@ def convert(
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory for files of DST that are on their way to a store; None uses `TMPDIR`.
+        in_store: `auto`, or `never` to have no bytes copied by the object store that `src` and `dst` lie in.
         not_secret: names of values to send although they seem to have a key or a token in them.
         shared: whether all processes that torchrun started call this, with the same arguments, and divide the work; the
             result is complete in the process of rank 0.
@@ -173,7 +175,15 @@ def convert(
             key_map,
         )
         how = WriteOptions(
-            overwrite, dry_run, threads, memory, check, progress, resume, *arguments.manifest(manifest, dst)
+            overwrite,
+            dry_run,
+            threads,
+            memory,
+            check,
+            progress,
+            resume,
+            *arguments.manifest(manifest, dst),
+            in_store=publish.check_in_store(in_store),
         )
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
         sources = (src, model_from, optim_from)

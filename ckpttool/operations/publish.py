@@ -56,6 +56,18 @@ def options(
     }
 
 
+def can_copy(location: Location, in_store: str) -> Callable[[Location], bool] | None:
+    """Return from where the store of a destination may copy bytes itself."""
+    return location.store.can_copy if in_store == "auto" else None
+
+
+def check_in_store(text: str) -> str:
+    """Return the policy of copying inside a store. Raises UsageError for none."""
+    if text not in ("auto", "never"):
+        raise UsageError(f"`--in-store {text}` is neither `auto` nor `never`", hint="`auto` needs no option")
+    return text
+
+
 def check_options(dst: str, remote: Mapping[str, Any]) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
@@ -190,6 +202,7 @@ class _Staged(LocalDestination):
         result.notes[:] = map(self.renamed, result.notes)
         if self.sent is not None:
             result.sent = self.sent
+            result.notes += getattr(self.sent, "notes", ())
         elif self.obstacle is not None:
             write.note_obstacle(result, self.obstacle)
         elif result.dry_run:
@@ -258,7 +271,8 @@ def place(
             going = f"{scratch}/.sending"
             sending = coordinator.watch(sending)
             staged = _Staged(dst, path, local, location, remote, going, how.overwrite, how.resume, sending, coordinator)
-            staged.options = replace(local, send=staged.stream, streams=location.store.takes_streams)
+            copies, streams = can_copy(location, how.in_store), location.store.takes_streams
+            staged.options = replace(local, send=staged.stream, streams=streams, can_copy=copies)
             staged.check()
             try:
                 yield staged

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
 from ckpttool.analysis.result import FileSize, Written
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
-from ckpttool.catalogue.protocols import Crcs, Format, Sink, SinkOptions, Source
+from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
 from ckpttool.formats.detect import detect
@@ -45,14 +44,12 @@ from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.staging import After
 from ckpttool.storage.stores import Location, Outgoing, local_path
-from ckpttool.storage.streamed import StreamedFile
 from ckpttool.text import plural, size, some
 from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
-from ckpttool.transfer.checksums import Pieces
-from ckpttool.transfer.execute import BUFFER, Transferred, budget, transfer
-from ckpttool.transfer.file_checksums import WholeFiles
-from ckpttool.transfer.plan import ChunkCopy, plan, whole_files
+from ckpttool.transfer.execute import BUFFER, Transferred, budget
+from ckpttool.transfer.file_by_file import FileByFile, sealing
+from ckpttool.transfer.plan import whole_files
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
@@ -128,6 +125,8 @@ class WriteOptions:
     # Sends files of DST as they are completed; the function that it gets returns the rest, once all of these are.
     send: Callable[[list[Outgoing], Callable[[], list[Outgoing]]], None] | None = None
     streams: bool = False  # whether large ones are sent while they are filled
+    in_store: str = "auto"  # or `never`
+    can_copy: Callable[[Location], bool] | None = None  # whether ranges of a file may be copied by the store of DST
 
     def after(self, dst: str) -> After | None:
         """Return what belongs to `dst` besides what the format writes: its manifest, in it or beside it."""
@@ -317,16 +316,25 @@ class Write:
 
     def _can_be_sent(self, sink: Sink) -> bool:
         """Return whether files can be sent and removed while others are written: not if they are read back."""
-        is_sent = self.options.send is not None and not self.options.check and _sealing(sink) is not None
+        is_sent = self.options.send is not None and not self.options.check and sealing(sink) is not None
         count = len(sink.catalogue.files)
-        return is_sent and (count > 1 or (count == 1 and self.coordinator.size == 1 and self._can_stream(sink)))
+        alone = self.coordinator.size == 1 and (self._can_stream(sink) or self._can_copy(sink))
+        return is_sent and (count > 1 or (count == 1 and alone))
+
+    def _can_copy(self, sink: Sink) -> bool:
+        """Return whether the store may copy some of the files itself."""
+        can_copy, sources = self.options.can_copy, self.opened.source.catalogue.files
+        may_be = can_copy is not None and any(can_copy(file.location) for file in sources)
+        return may_be and self._is_worth_it(sink)
 
     def _can_stream(self, sink: Sink) -> bool:
         """Return whether files can be sent while they are filled: not if their tensors are tiny, between which two
         threads would wait for each other."""
+        return self.options.streams and getattr(sink, "seals_in_order", False) and self._is_worth_it(sink)
+
+    def _is_worth_it(self, sink: Sink) -> bool:
         count = sum(len(tensor.chunks) for tensor in sink.catalogue.tensors if tensor.alias is None)
-        is_worth_it = self.result.payload_bytes >= count * _WORTH_STREAMING
-        return self.options.streams and getattr(sink, "seals_in_order", False) and is_worth_it
+        return self.result.payload_bytes >= count * _WORTH_STREAMING
 
     def _send(self, sink: Sink, partial: Location) -> Transferred:
         """Fill one file after the other, and send each."""
@@ -334,7 +342,17 @@ class Write:
         result, coordinator = self.result, self.coordinator
         free_space.check(self.dst, result.file_bytes, result.free_bytes, self.options.if_full)
         own = whole_files(sink.catalogue, coordinator.rank, coordinator.size)
-        filling = FileByFile(sink, self.opened.source, result.payload_bytes, self.options, coordinator, own)
+        filling = FileByFile(
+            sink,
+            self.opened.source,
+            result.payload_bytes,
+            coordinator,
+            own,
+            self.options.can_copy,
+            progress=self.options.progress,
+            threads=self.options.threads,
+            memory=self.options.max_memory,
+        )
         is_file = self.target.is_file(self.dst)
         names = [self.dst.name if is_file else file.location.relative_to(partial) for file in sink.catalogue.files]
 
@@ -349,14 +367,16 @@ class Write:
 
         # Of other processes, the names.
         outgoing = [Outgoing(name, file.size) for name, file in zip(names, sink.catalogue.files, strict=True)]
+        can_stream, can_copy = self._can_stream(sink), self._can_copy(sink)
         for number in own:
             write = functools.partial(filling.write, number)
-            stream = functools.partial(filling.stream, number) if self._can_stream(sink) else None
-            outgoing[number] = replace(outgoing[number], write=write, stream=stream)
+            stream = functools.partial(filling.stream, number) if can_stream else None
+            assemble = functools.partial(filling.assemble, number) if can_copy else None
+            outgoing[number] = replace(outgoing[number], write=write, stream=stream, assemble=assemble)
         with naming(self.opened.path):
             if is_file:
                 # It is there with its last byte.
-                filling.end = finish
+                filling.end, filling.is_one = finish, True
                 self.options.send([], lambda: outgoing)
             else:
                 self.options.send(outgoing, rest)
@@ -438,110 +458,9 @@ class Write:
         name = self.dst.name
         self.result.files = [FileSize(name if f.location == partial else f.name, f.size) for f in sink.catalogue.files]
         sizes = sorted(file.nbytes for file in self.result.files)
-        on_disk = [] if self._can_stream(sink) else sizes[-_ON_DISK:]
+        on_disk = [] if self._can_stream(sink) or self._can_copy(sink) else sizes[-_ON_DISK:]
         self.result.file_bytes = sum(on_disk if self._can_be_sent(sink) else sizes)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
-
-
-def _sealing(sink: Sink) -> Callable[[int, Crcs], None] | None:
-    """Return what completes a file of a sink alone, None if nothing does."""
-    return getattr(sink, "seal", None)
-
-
-class FileByFile:
-    """A sink whose files are filled and completed one by one, each at another place than it was created at. Of several
-    processes, each does its `own`, and the first also writes what is about all."""
-
-    def __init__(
-        self,
-        sink: Sink,
-        source: Source,
-        total: int,
-        options: WriteOptions,
-        coordinator: Coordinator,
-        own: Collection[int],
-    ) -> None:
-        self._sink, self._source, self._options, self._coordinator = sink, source, options, coordinator
-        self._total, self._own = total, own
-        self._progress = coordinator.watch(options.progress)
-        self._jobs = groupby(plan(sink.catalogue, numbers=own), key=lambda job: job.chunk.extent.file)
-        self._next: tuple[int, Iterator[ChunkCopy]] | None = next(self._jobs, None)
-        self._whole, self._read = WholeFiles(source.catalogue), Pieces()
-        self.moved = Transferred(read=self._read)
-        self.end: Callable[[], None] = lambda: None  # called when a file is complete
-
-    def write(self, number: int, path: Location) -> None:
-        """Fill a file, the next one, and move it to `path`."""
-        seal = _sealing(self._sink)
-        assert seal is not None
-        if self._next is not None and self._next[0] == number:
-            moved = self._transfer(self._next[1], check_later=True)
-            self._next = next(self._jobs, None)
-        else:
-            moved = Transferred()
-        seal(number, moved.crcs)
-        if self._coordinator.size > 1:
-            self.moved.crcs.update(moved.crcs.items())
-        files.move(self._sink.catalogue.files[number].location, path)
-        self.end()
-
-    def stream(self, number: int, part: int) -> StreamedFile | None:
-        """Return a file, the next one, which is filled when it is sent; None if it has no payloads."""
-        seal = _sealing(self._sink)
-        assert seal is not None
-        if self._next is None or self._next[0] != number:
-            return None
-        jobs = [*self._next[1]]
-        self._next = next(self._jobs, None)
-
-        def fill(file: StreamedFile) -> None:
-            moved = self._transfer(jobs, check_later=True, out=file)
-            if self._coordinator.size > 1:
-                self.moved.crcs.update(moved.crcs.items())
-
-        payloads = [(job.chunk.extent.offset, job.nbytes) for job in jobs]
-        file = self._sink.catalogue.files[number]
-        sealing = functools.partial(seal, number)
-        return StreamedFile(file.location, number, file.size, part, payloads, fill, sealing, self.end)
-
-    def finish(self) -> None:
-        """Check the records of the source of which several files have parts, and complete what is not sealed."""
-        assert self._next is None
-        self._coordinator.collect(self.moved)
-        if not self._coordinator.is_first:
-            return
-        seal = _sealing(self._sink)
-        assert seal is not None
-        # What is around the tensors in the files of others, which is where their checksums are taken of, is written
-        # here, too: nothing else of them is there.
-        for number in set(range(len(self._sink.catalogue.files))) - set(self._own):
-            seal(number, self.moved.crcs)
-        self._transfer((), check_later=False)
-        self._sink.finish({})
-
-    def _transfer(
-        self, jobs: Iterable[ChunkCopy], *, check_later: bool, out: StreamedFile | None = None
-    ) -> Transferred:
-        done, progress = self.moved.moved, self._progress
-        moved = transfer(
-            jobs,
-            self._source,
-            self._sink.catalogue,
-            total=self._total,
-            threads=self._options.threads,
-            memory=self._options.max_memory,
-            progress=None if progress is None else lambda now, total: progress(min(done + now, total), total),
-            check_later=check_later,
-            earlier=self._read,
-            whole=self._whole,
-            out=out,
-        )
-        self.moved.moved += moved.moved
-        self.moved.checked += moved.checked
-        self.moved.unchecked += moved.unchecked
-        for name, count in moved.overflowed.items():
-            self.moved.overflowed[name] = self.moved.overflowed.get(name, 0) + count
-        return moved
 
 
 def with_downloads(progress: Progress | None, opened: OpenSource, planned: Catalogue) -> Progress | None:

@@ -70,7 +70,11 @@ def _of_copy(result: Conversion, check: bool) -> Iterator[tuple[str, TextLike]]:
 
 def _bucket_rows(sent: Uploaded) -> Iterator[tuple[str, str]]:
     counts = ", ".join(f"{n} {status}" for status, n in sorted(Counter(file.status for file in sent.files).items()))
-    yield "objects", f"{counts}; {size(sent.sent_bytes)} {'would be sent' if sent.dry_run else 'sent'}"
+    nbytes = size(sent.sent_bytes - sent.copied_bytes)
+    yield "objects", f"{counts}; {nbytes} {'would be sent' if sent.dry_run else 'sent'}"
+    if sent.copied_bytes:
+        how = f"{size(sent.read_bytes)} read afterwards" if sent.read_bytes else "with the checksums that it told"
+        yield "copied", f"{size(sent.copied_bytes)} inside the store, {how}"
     if not sent.dry_run:
         total = sum(file.nbytes for file in sent.files)
         sums = (

@@ -32,6 +32,7 @@ from ckpttool.storage.versions import Version
 from ckpttool.text import literal
 
 if TYPE_CHECKING:
+    from ckpttool.storage.assembled import AssembledFile
     from ckpttool.storage.gathered import GatheredFile
     from ckpttool.storage.stage import StagingArea
     from ckpttool.storage.streamed import StreamedFile
@@ -87,7 +88,9 @@ class Outgoing:
     computed on the way, and raises the errors of `ckpttool.errors`. A file that is on this machine already has its
     `path` instead, and stays there; one that is only planned has neither. `gather()` returns a file that is read from
     the source without being written, or None if that cannot be; it raises the errors of `ckpttool.errors`. So does
-    `stream(part)`, which returns a file that is sent in parts of that size while it is filled, for stores that take it.
+    `stream(part)`, which returns a file that is sent in parts of that size while it is filled, for stores that take it;
+    and `assemble(path)`, which returns one that a store copies parts of, and may make it at a local path. After that it
+    can still be written.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Outgoing:
     path: str | None = None
     gather: Callable[[], GatheredFile | None] | None = None
     stream: Callable[[int], StreamedFile | None] | None = None
+    assemble: Callable[[Location], AssembledFile | None] | None = None
 
 
 class Store:
@@ -145,6 +149,10 @@ class Store:
         """Return the digest by which the store names the bytes of a file: those with the same one have the same bytes,
         wherever they are. None if it has none."""
         return None
+
+    def can_copy(self, source: Location) -> bool:
+        """Return whether ranges of a file of a store can be copied to this one without passing this machine."""
+        return False
 
     def expect(self, name: str, pieces: Iterable[tuple[int, int]]) -> None:
         """Note ranges of a file that will be read, from a start to an end each: the store may fetch them before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import accumulate
 from math import prod
 
 from ckpttool.catalogue import boxes
@@ -48,29 +49,38 @@ def gathered(
     files, at = source.catalogue.files, len(head)
     parts: list[tuple[ChunkCopy, Extent, int, int]] = []
     for job in jobs:
-        if job.tensor.dtype != job.source.dtype:
+        runs = runs_of(job, source)
+        if runs is None or any(files[extent.file].location.is_remote for _, extent, *_ in runs):
             return None
-        runs: list[tuple[int, Extent, int, int]] = []
-        target = job.chunk.offsets, job.chunk.sizes
-        for chunk, box in job.pieces:
-            extent, count = source.resolve(job.source, chunk), prod(box[1])
-            stored = chunk.offsets, chunk.sizes
-            is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], target[1])
-            if not is_run or not extent.plain or files[extent.file].location.is_remote:
-                return None
-            (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, target, count)
-            runs.append((to, extent, start, count))
-        for to, extent, start, count in sorted(runs, key=lambda run: run[0]):
-            itemsize = job.tensor.dtype.itemsize
-            if job.chunk.extent.offset + to * itemsize != at:
-                return None
-            parts.append((job, extent, extent.offset + start * itemsize, count * itemsize))
-            at += count * itemsize
-        if at != job.chunk.extent.offset + job.nbytes:
+        if runs[0][0] != at:
             return None
+        parts += [(job, extent, start, nbytes) for _, extent, start, nbytes in runs]
+        at += job.nbytes
     check = partial(_check, parts, source, done, whole)
     ranges = [Range(files[extent.file].location, start, nbytes) for _, extent, start, nbytes in parts]
     return GatheredFile(head, ranges, check, progress)
+
+
+def runs_of(job: ChunkCopy, source: Source) -> list[tuple[int, Extent, int, int]] | None:
+    """Return the runs of bytes that fill the chunk of a job, in order: for each its offset in the file, the extent that
+    it is copied from, its offset in the file of that, and its size. None if they are not whole ones, or are changed.
+    Raises CorruptError as the source does."""
+    if job.tensor.dtype != job.source.dtype:
+        return None
+    target, itemsize = (job.chunk.offsets, job.chunk.sizes), job.tensor.dtype.itemsize
+    runs: list[tuple[int, Extent, int, int]] = []
+    for chunk, box in job.pieces:
+        extent, count = source.resolve(job.source, chunk), prod(box[1])
+        stored = chunk.offsets, chunk.sizes
+        is_run = count == boxes.run_length(box[1], stored[1]) == boxes.run_length(box[1], target[1])
+        if not is_run or not extent.plain:
+            return None
+        (start,), (to,) = boxes.runs(box, stored, count), boxes.runs(box, target, count)
+        to, start = job.chunk.extent.offset + to * itemsize, extent.offset + start * itemsize
+        runs.append((to, extent, start, count * itemsize))
+    runs.sort(key=lambda run: run[0])
+    ends = accumulate((nbytes for *_, nbytes in runs), initial=job.chunk.extent.offset)
+    return runs if all(run[0] == end for run, end in zip(runs, ends, strict=False)) else None
 
 
 def _check(

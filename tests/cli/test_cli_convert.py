@@ -21,7 +21,7 @@ DEFAULTS = {
     "optim_from": None, "overwrite": False, "dry_run": False, "threads": None, "max_memory": None, "check": False,
     "resume": False, "manifest": None,
     "private": False, "public": False, "tag": None, "commit_message": None, "token": None, "stage": None,
-    "not_secret": (), "like": None, "key_map": None,
+    "not_secret": (), "in_store": "auto", "like": None, "key_map": None,
 }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
+from support.s3_parts import Parts
+
 BUCKET = "bucket"
 
 
@@ -98,6 +100,7 @@ class S3Server:
         self.requests: list[str] = []
         self.generations: dict[str, int] = {}
         self.received = self.sent = 0  # bytes of bodies
+        self.parts = Parts(self.ask)
         self.ask("POST", "/moto-api/reset")
         self.ask("PUT", f"/{BUCKET}")
 
@@ -152,6 +155,20 @@ class S3Server:
                 path.write_bytes(self.get(one) or b"")
         return folder
 
+    def _fault(self, request: Request) -> Fault:
+        fault = next((found for each in self.faults if (found := each(request)) is not None), Fault())
+        refusal = None if fault.status or fault.refuses else self.parts.refusal(request)
+        return fault if refusal is None else error(*refusal)
+
+    def _translate(self, headers: dict[str, str], generation: str | None) -> None:
+        """Make headers those that moto takes."""
+        if span := headers.get("x-amz-copy-source-range"):
+            headers["x-amz-copy-source-range"] = self.parts.taken(span)
+        if copied := headers.pop("x-goog-copy-source", None):
+            headers["x-amz-copy-source"] = f"/{copied}"
+        if generation == "0":
+            headers["if-none-match"] = "*"
+
     def _pass_on(self, handler: BaseHTTPRequestHandler) -> None:
         parts = urlsplit(handler.path)
         headers = {name.lower(): value for name, value in handler.headers.items()}
@@ -160,7 +177,7 @@ class S3Server:
         body = handler.rfile.read(int(headers.get("content-length", 0)))
         self.requests.append(str(request))
         self.received += len(body)
-        fault = next((found for each in self.faults if (found := each(request)) is not None), Fault())
+        fault = self._fault(request)
         time.sleep(fault.seconds)
         if fault.refuses:
             handler.close_connection = True
@@ -168,10 +185,7 @@ class S3Server:
         if fault.damages and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         generation = headers.pop("x-goog-if-generation-match", None)
-        if copied := headers.pop("x-goog-copy-source", None):
-            headers["x-amz-copy-source"] = f"/{copied}"
-        if generation == "0":
-            headers["if-none-match"] = "*"
+        self._translate(headers, generation)
         if generation not in (None, "0", str(self.generations.get(name))):
             fault = error(412, "PreconditionFailed")
         if fault.status:
@@ -182,6 +196,9 @@ class S3Server:
             answered = [(k, v) for k, v in answer.headers if k.lower() not in ("connection", "transfer-encoding")]
             if status == 200 and handler.command in ("PUT", "POST"):
                 self.generations[name] = self.generations.get(name, 1000) + 1
+            data = self.parts.answer(request, body, data) if status == 200 else data
+            if handler.command == "PUT":
+                answered = [(k, v) for k, v in answered if k.lower() != "content-length"]
             answered.append(("x-goog-generation", str(self.generations.get(name, 1000))))
         if fault.loses:
             handler.close_connection = True

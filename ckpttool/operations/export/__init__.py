@@ -76,6 +76,7 @@ def export(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    in_store: str = "auto",
     announce: Callable[[Exported], object] | None = None,
     progress: Progress | None = None,
 ) -> Exported:
@@ -129,6 +130,7 @@ def export(
         token: the value of `HF_TOKEN` while this runs.
         stage: directory for what is sent, which is kept; None writes only what has to be calculated, to temporary
             files, up to three at a time.
+        in_store: `auto`, or `never` to have no bytes copied by the object store that `src` and `dst` lie in.
         announce: called once with the plan, before the first file is written or sent.
         progress: called with the bytes of weights done and in all, several times a second, from this thread.
 
@@ -173,6 +175,7 @@ def export(
     )
     _check_reference(options)
     how = WriteOptions(overwrite, dry_run, threads, arguments.memory(max_memory), check, progress, manifest=listed)
+    in_store = publish.check_in_store(in_store)
     _check_name(src, dst)
     result = Exported(src, "", dst, "safetensors", dry_run=dry_run)
     if (address := hub_address(dst)) is not None:
@@ -192,7 +195,8 @@ def export(
             if not stores.destination(dst).store.is_versioned:
                 arguments.check_apart(dst, src, beside, options.like, options.fill_from)
             writing, sending = publish.combined(progress) if progress is not None else (None, None)
-            with planned(result, options, replace(how, progress=writing)) as plan:
+            can_copy = publish.can_copy(stores.destination(dst), in_store)
+            with planned(result, options, replace(how, progress=writing, can_copy=can_copy)) as plan:
                 if announce is not None:
                     announce(result)
                 _send(plan, remote, how, sending)
@@ -287,5 +291,6 @@ def _send(plan: Export, remote: Mapping[str, Any], how: WriteOptions, sending: P
     result.sent = location.publish(
         outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
     )
+    result.notes += getattr(result.sent, "notes", ())
     if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

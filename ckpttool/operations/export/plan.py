@@ -148,7 +148,8 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             components = _plan(source, viewed, beside, reference, base, options, result)
         catalogue = components[0].catalogue if len(components) == 1 else _combined(components)
         progress = write.with_downloads(how.progress, opened, catalogue)
-        moving = weights.Moving(viewed, opened.before, how.threads, memory, progress, is_remote(result.destination))
+        sends, can_copy = is_remote(result.destination), how.can_copy
+        moving = weights.Moving(viewed, opened.before, how.threads, memory, progress, sends, can_copy)
         stem = weights.ADAPTER if result.adapter else weights.DIFFUSION if beside.class_name else weights.MODEL
         outgoing = []
         for one in components:

@@ -18,14 +18,17 @@ from ckpttool.layout.move import rebuilt
 from ckpttool.models.assets import of_bytes
 from ckpttool.serialization import safetensors_header
 from ckpttool.storage import files
+from ckpttool.storage.assembled import AssembledFile
 from ckpttool.storage.gathered import GatheredFile
 from ckpttool.storage.stores import Location, Outgoing
 from ckpttool.text import literal, some
 from ckpttool.transfer import plan
 from ckpttool.transfer.execute import Transferred, transfer
+from ckpttool.transfer.file_by_file import FileByFile
 from ckpttool.transfer.file_checksums import WholeFiles
 from ckpttool.transfer.file_digest import FileDigest
 from ckpttool.transfer.gather import gathered, may_be
+from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
 _SAFE = named("safetensors")
@@ -38,7 +41,7 @@ class Moving:
     """How bytes are copied: source, fingerprint of its files, threads, memory, and the callback for progress. `total`
     are the bytes of all files, `done` those of each so far, `moved` sums up the files that are read, and `whole` knows
     of which files of the source that is everything. With `sends`, files are not written where that is not needed, and
-    the SHA-256 of others is computed on the way."""
+    the SHA-256 of others is computed on the way. `can_copy` says from where the store of the destination copies."""
 
     source: Source
     before: files.Fingerprint
@@ -46,6 +49,7 @@ class Moving:
     memory: int | None = None
     progress: Progress | None = None
     sends: bool = False
+    can_copy: Callable[[Location], bool] | None = None
     total: int = 0
     done: dict[str, int] = field(default_factory=dict)
     moved: Transferred = field(default_factory=Transferred)
@@ -113,7 +117,8 @@ def outgoing(
         gather = None
         if moving.sends and may_be(tensors, moving.source):
             gather = _gatherer(name, file.header(), catalogue, payload, moving)
-        files_.append(Outgoing(name, head + payload, write, gather=gather))
+        assemble = _assembler(name, catalogue, payload, moving, keep_order=file.keep_order)
+        files_.append(Outgoing(name, head + payload, write, gather=gather, assemble=assemble))
         moving.done[name] = 0
     return files_ + [of_bytes(folder + name, data) for name, data in placed.indexes.items()]
 
@@ -148,6 +153,37 @@ def _writer(
             return None if digest is None else digest.result()
 
     return write
+
+
+def _assembler(
+    name: str, catalogue: Catalogue, payload: int, moving: Moving, *, keep_order: bool
+) -> Callable[[Location], AssembledFile | None] | None:
+    if moving.can_copy is None:
+        return None
+
+    def progress(done: int, _: int) -> None:
+        moving.done[name] = done
+        moving.report()
+
+    def assemble(path: Location) -> AssembledFile | None:
+        assert _SAFE.create is not None
+        sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order, bare=True))
+        how = {"threads": moving.threads, "memory": moving.memory}
+        filling = FileByFile(
+            sink, moving.source, payload, Coordinator(), [0], moving.can_copy, progress=progress, **how
+        )
+
+        def end() -> None:
+            filling.finish()
+            moving.add(name, filling.moved)
+
+        filling.end = end
+        made = filling.assemble(0, path)
+        if made is None:
+            path.remove()
+        return made
+
+    return assemble
 
 
 def _gatherer(

@@ -103,6 +103,7 @@ def reshard(
     commit_message: str | None = None,
     token: str | None = None,
     stage: str | os.PathLike[str] | None = None,
+    in_store: str = "auto",
     not_secret: str | Sequence[str] = (),
     html: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -148,6 +149,7 @@ def reshard(
         commit_message: message of the commit.
         token: the value of `HF_TOKEN` while this runs.
         stage: directory for files of DST that are on their way to a store; None uses `TMPDIR`.
+        in_store: `auto`, or `never` to have no bytes copied by the object store that `src` and `dst` lie in.
         not_secret: names of values to send although they seem to have a key or a token in them.
         html: an HTML file to write: how each tensor lies before and after, also with `dry_run`.
         progress: called with the bytes done and the bytes in all, several times a second, from this thread.
@@ -177,7 +179,8 @@ def reshard(
         check_policy("dataloader", dataloader)
         row = _target(to) if to is not None else None
         listed = arguments.manifest(manifest, dst)
-        how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed)
+        copies = publish.check_in_store(in_store)
+        how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed, in_store=copies)
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
         if is_remote(dst):
             if engine == "mesh":

@@ -108,6 +108,11 @@ def _endpoint(address: BucketAddress, variables: Mapping[str, str]) -> str:
         return "http://" if emulated else named or str(_connection_string(variables).get("endpoint", ""))
     if address.scheme == "gs":
         return variables.get("GOOGLE_BASE_URL", "")
+    return s3_endpoint(variables)
+
+
+def s3_endpoint(variables: Mapping[str, str]) -> str:
+    """Return the address of a server that stands in for that of S3, or nothing. Pure."""
     return variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or ""
 
 

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from ckpttool.errors import OverwriteError
+from ckpttool.remote.cloud import boto
 from ckpttool.remote.cloud.client import Client, Condition, StoredObject
 from ckpttool.storage.workspace import is_running, owner_now
 
@@ -240,17 +240,16 @@ def held(address: str, claim: Claim | None) -> OverwriteError:
 def abort_uploads(address: str, key: str) -> bool:
     """Abort what killed runs have sent of an object in parts, to S3. obstore cannot list that: return whether boto3 is
     there, which can."""
-    if not address.startswith("s3://") or find_spec("boto3") is None:
+    if not address.startswith("s3://"):
         return False
-    import boto3  # type: ignore[import-untyped]
-
     bucket = address.split("/")[2]
     # It costs money, and nothing else: whatever goes wrong is no reason to fail.
     with suppress(Exception):
-        service = boto3.client("s3")
-        for page in service.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
-            for upload in page.get("Uploads", ()):
-                if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
-                    service.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        service = boto.service()
+        for prefix in (key, f"{name_of(key)}/"):
+            for page in service.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+                for upload in page.get("Uploads", ()):
+                    if upload["Key"] == key or upload["Key"].startswith((f"{key}/", f"{name_of(key)}/")):
+                        service.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         return True
     return False

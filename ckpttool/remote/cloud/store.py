@@ -56,6 +56,16 @@ class CloudStore(Store):
         self._alone: set[str] = set()  # folders that were listed without what is below
         self._lock = threading.RLock()
 
+    @property
+    def bucket(self) -> str:
+        """The name of the bucket."""
+        return self._address.bucket
+
+    def strong_tag(self, name: str) -> str | None:
+        """Return the tag of the version of an object that is read, None without one that a condition can be on."""
+        tag = self._objects[name].tag if name in self._objects else None
+        return None if tag is None or tag.startswith("W/") else tag
+
     def look(self, key: str) -> None:
         """List what lies at a key, an object or a folder. Raises RemoteError if nothing does."""
         if glob.has_magic(key):

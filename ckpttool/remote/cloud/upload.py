@@ -26,14 +26,17 @@ from typing import Any, NamedTuple
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.remote.cloud import address as addresses
+from ckpttool.remote.cloud import boto, errors
 from ckpttool.remote.cloud import claim as claims
-from ckpttool.remote.cloud import errors
+from ckpttool.remote.cloud.assembly import AssembledObject
 from ckpttool.remote.cloud.claim import Claim, HeldClaim
 from ckpttool.remote.cloud.client import Client, StoredObject
+from ckpttool.remote.cloud.ranges import Ranges
 from ckpttool.remote.cloud.store import LARGEST_FOLDER, CloudStore
 from ckpttool.storage import workspace
+from ckpttool.storage.crc import crc_of
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.senders import Senders, SendingStopped, SentFile
 from ckpttool.storage.stores import Location, Outgoing, local_path
@@ -60,6 +63,9 @@ class Uploaded:
     removed: list[str] = field(default_factory=list)  #: names of older objects that were removed
     sent_bytes: int = 0  #: bytes of new and changed objects
     compared_bytes: int = 0  #: bytes of which the store has the checksum of what was sent; of others it has the size
+    copied_bytes: int = 0  #: of `sent_bytes`, those that the store has copied itself
+    read_bytes: int = 0  #: of `copied_bytes`, those that were read to be compared, as the store told no checksums
+    notes: list[str] = field(default_factory=list)  #: remarks on how it was sent, for people
     dry_run: bool = False  #: whether nothing was sent
 
 
@@ -79,6 +85,12 @@ class BucketDestination(CloudStore):
 
     options = frozenset({"resume", "stage"})
     takes_streams = True
+
+    def can_copy(self, source: Location) -> bool:
+        store, both = source.store, "s3"
+        if not isinstance(store, CloudStore) or {self._address.scheme, store.root.partition(":")[0]} != {both}:
+            return False
+        return store.strong_tag(source.key) is not None
 
     def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
         address = f"{self.root}/{name}"
@@ -145,14 +157,16 @@ class BucketDestination(CloudStore):
 
 
 class _Sent(NamedTuple):
-    """What became of a file: the name of its object, which may be aside, its size, its tag, its status, and how many of
-    its bytes were compared."""
+    """What became of a file: the name of its object, which may be aside, its size, its tag, its status, how many of its
+    bytes were compared, how many the store has copied, and how many of these were read for that."""
 
     key: str
     nbytes: int
     tag: str | None
     status: str
     compared: int
+    copied: int = 0
+    read: int = 0
 
 
 class _BucketUpload:
@@ -181,6 +195,7 @@ class _BucketUpload:
         self._sent: dict[str, _Sent] = {}  # by the name in the destination
         self._unanswered: set[str] = set()  # objects that may still arrive
         self._may_leave_parts = False
+        self._copies, self._service = True, None  # of boto3, once it is asked
         self._total, self._done = 0, 0
         self._lock = threading.Lock()
 
@@ -234,6 +249,8 @@ class _BucketUpload:
         result.files = [SentFile(self._name_of(key), *one[1:4:2]) for key, one in sorted(self._sent.items())]
         result.sent_bytes = sum(file.nbytes for file in result.files if file.status != "unchanged")
         result.compared_bytes = sum(one.compared for one in self._sent.values())
+        result.copied_bytes = sum(one.copied for one in self._sent.values())
+        result.read_bytes = sum(one.read for one in self._sent.values())
         result.removed = sorted(self._name_of(key) for key in self._replaced if key not in self._sent)
 
     # Writing ---------------------------------------------------------------------------------------------------------
@@ -295,6 +312,12 @@ class _BucketUpload:
         with Senders(_AT_ONCE, self._report) as senders:
             for file in own:
                 senders.take_place()
+                assembly = self._assembled(file, senders.stopped, is_last=is_last)
+                if assembly is not None:
+                    with assembly.aborting():
+                        path = assembly.file.write(assembly.sums)
+                    senders.start(partial(self._complete, file, assembly, path, is_last=is_last))
+                    continue
                 stream = self._streamed(file)
                 body = self._written(file) if stream is None else stream
                 senders.start(partial(self._send, file, body, senders.stopped, mode, is_last=is_last))
@@ -314,11 +337,116 @@ class _BucketUpload:
         if file.path is not None:
             return file.path
         assert file.write is not None
+        path = self._path(file)
+        file.write(local_path(path))
+        return path
+
+    def _path(self, file: Outgoing) -> str:
+        """Return where a file is written to, on this machine."""
         path = os.path.join(self.folder, *file.name.split("/"))
         with os_errors(path, "write"):
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        file.write(local_path(path))
         return path
+
+    def _assembled(self, file: Outgoing, stopped: threading.Event, *, is_last: bool) -> AssembledObject | None:
+        """Return a file of which the store has copied parts from its own objects; None if it does not do that, which is
+        noted once."""
+        if file.assemble is None or not self._copies:
+            return None
+        path = self._path(file)
+        plan = file.assemble(local_path(path))
+        if plan is None:
+            return None
+        name = self._key_of(file.name)
+        key, bucket = name if is_last else self._free(name), self._address.split("/")[2]
+        try:
+            with self._translated():
+                self._service = self._service or boto.service()
+                assembly = AssembledObject(self._service, bucket, key, plan, self._claim.check, stopped)
+                self._may_leave_parts = True
+                with assembly.aborting():
+                    assembly.copy(self._report)
+            return assembly
+        except boto.RefusedError as error:
+            self._copies = False
+            self.uploaded.notes.append(f"the store copied nothing itself: {error}")
+            with suppress(FileNotFoundError):
+                os.remove(path)
+            return None
+
+    def _complete(self, file: Outgoing, assembly: AssembledObject, path: Location, *, is_last: bool) -> None:
+        """Send what is not copied of a file that is assembled, and make it an object, which is compared."""
+        name = self._key_of(file.name)
+        address = self._address if self._is_file else f"{self._address}/{file.name}"
+        key, had_sums = assembly.key, assembly.has_sums
+        with errors.translate_errors(address, "write"), assembly.aborting():
+            if had_sums:
+                self._check_copied(assembly)
+            tag = self._completed(key, assembly, path, is_last)
+            try:
+                if not had_sums:
+                    # Tags of this form may be no checksums, if the store encrypts with a key of its own.
+                    is_told = assembly.tag is not None and _md5_of(tag) == assembly.tag
+                    self._check_copied(assembly, self._client.head(key).result(), sent_too=not is_told)
+            except (RemoteError, CorruptError):
+                # Also the last object, which looks complete.
+                self._claim.names, self._claim.commit = [*self._claim.names, key], None
+                raise
+        status, nbytes = "changed" if name in self._existing else "new", assembly.size
+        read = 0 if had_sums else assembly.copied
+        with self._lock:
+            self._sent[name] = _Sent(key, nbytes, tag, status, nbytes, assembly.copied, read)
+            self._done += nbytes
+        with os_errors(path, "write"):
+            for nbytes in (0, assembly.size):
+                os.truncate(path, nbytes)
+
+    def _completed(self, key: str, assembly: AssembledObject, path: Location, is_last: bool) -> str | None:
+        """Make an object of what is assembled, and return its tag."""
+        there, condition = self._existing.get(key), dict[str, str]()
+        if is_last and key not in self._left:
+            condition = {"IfNoneMatch": "*"} if there is None else {"IfMatch": there.tag} if there.tag else {}
+        self._unanswered.add(key)
+        try:
+            tag: str | None = assembly.send(path, condition)
+        except BaseException as error:
+            if not (assembly.may_be_complete and errors.may_be_done(error)):
+                self._unanswered.discard(key)
+            if not (assembly.may_be_complete and isinstance(error, BaseError)):
+                raise
+            # The answer to our own request may have been lost.
+            there = self._there(key)
+            if there is not None and there.size == assembly.size and _md5_of(there.tag) == (assembly.tag or ""):
+                tag = there.tag
+            elif isinstance(error, AlreadyExistsError | PreconditionError):
+                raise errors.written_meanwhile(self._address) if there is None else self._taken() from None
+            else:
+                raise
+        self._unanswered.discard(key)
+        return tag
+
+    def _check_copied(
+        self, assembly: AssembledObject, there: StoredObject | None = None, *, sent_too: bool = False
+    ) -> None:
+        """Compare what the store has copied with its checksums: by those of the store, or by reading what is there, and
+        with `sent_too` all of that. Raises RemoteError, or CorruptError if the source is damaged."""
+        key, parts = assembly.key, assembly.file.parts
+        length = assembly.size if there is None else there.size
+        ranges = Ranges(lambda name, start, end: self._client.read(name, start, end, there or StoredObject(0, None)))
+        if there is not None:
+            read = [one for one in parts if one.source is not None or sent_too]
+            ranges.expect(key, [(one.start, one.start + one.nbytes) for one in read])
+
+        def read_into(at: int, buffer: memoryview) -> None:
+            while buffer:
+                nbytes = ranges.read_into(key, length, at, buffer)
+                at, buffer = at + nbytes, buffer[nbytes:]
+
+        is_right = length == assembly.size and assembly.file.is_right(assembly.sums, read_into)
+        for one, crc in zip(parts, assembly.sums, strict=True) if is_right and sent_too else ():
+            is_right = is_right and (one.source is not None or crc_of(read_into, one.start, one.nbytes) == crc)
+        if not is_right:
+            raise self._different(key, "the store has copied something else")
 
     def _send(
         self,
