@@ -93,8 +93,9 @@ class AssembledObject:
         if crc := answer.get("ChecksumCRC32"):
             self.sums[number] = int.from_bytes(b64decode(crc), "big")
 
-    def send(self, path: Location, condition: dict[str, Any]) -> str:
-        """Send what is not copied, and return the tag of the object, which is made on a condition on what is there."""
+    def send(self, path: Location, condition: dict[str, Any], completing: Callable[[], None]) -> str:
+        """Send what is not copied, and return the tag of the object, which is made on a condition on what is there.
+        `completing` is called before that."""
 
         def send(number: int) -> None:
             part = self.file.parts[number]
@@ -114,6 +115,7 @@ class AssembledObject:
                 whole = combine(whole, crc or 0, part.nbytes)
             more |= {"ChecksumCRC32": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
         self._check()
+        completing()
         self.may_be_complete = True
         try:
             answer = self._ask("complete_multipart_upload", **condition, **more, **self._upload)

@@ -406,9 +406,8 @@ class _BucketUpload:
         there, condition = self._existing.get(key), dict[str, str]()
         if is_last and key not in self._left:
             condition = {"IfNoneMatch": "*"} if there is None else {"IfMatch": there.tag} if there.tag else {}
-        self._unanswered.add(key)
         try:
-            tag: str | None = assembly.send(path, condition)
+            tag: str | None = assembly.send(path, condition, partial(self._unanswered.add, key))
         except BaseException as error:
             if not (assembly.may_be_complete and errors.may_be_done(error)):
                 self._unanswered.discard(key)
