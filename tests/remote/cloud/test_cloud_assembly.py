@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -87,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "read"])
 @pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 def test_it_is_what_is_written_here(
@@ -270,6 +273,7 @@ FAULTS: dict[str, Callable[[], Callable[[Request], Fault | None]]] = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("to", ["safetensors", "one"])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_faults(
@@ -310,16 +314,22 @@ def test_a_source_that_changes(tells: bool, sources: dict[str, Path], small_part
     data = bytearray(server.get(name) or b"")
     data[len(data) // 2] ^= 1
 
+    before, refused = server.tags()[name], list[bool]()
+
     def change(request: Request) -> None:
-        if copies(request) and server.parts.copied > 1 << 20 and server.get(name) != bytes(data):
+        if begins(request):
             server.put(name, bytes(data))
+        if copies(request) and unquote(request.headers["x-amz-copy-source"]).endswith(name):
+            refused.append(unescape(before) == request.headers.get("x-amz-copy-source-if-match"))
 
     server.faults = [change]
     with pytest.raises(RemoteError, match=r"__1_0.distcp` changed while it was being read"):
         ckpttool.convert(address, DST, to="safetensors")
+    assert refused and all(refused)
     assert output(server) == [] and server.uploads() == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "read"])
 @pytest.mark.parametrize("one", [True, False], ids=["file", "folder"])
 def test_a_source_that_is_damaged(one: bool, tells: bool, sources: dict[str, Path], small_parts: S3Server) -> None:
@@ -336,6 +346,7 @@ def test_a_source_that_is_damaged(one: bool, tells: bool, sources: dict[str, Pat
     assert output(server) == [] and server.uploads() == []
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "read"])
 @pytest.mark.parametrize("one", [True, False], ids=["file", "folder"])
 def test_a_store_that_copies_something_else(
