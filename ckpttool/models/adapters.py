@@ -53,7 +53,7 @@ _FOREIGN = re.compile(
     r"osf|peanut|poly|psoft|pvera|randlora|road|shadow|shira|supertuning|tinylora|unilora|vblora|vera|waveft)_[A-Za-z]\w*|"
     r"adaption_(?:prompt|gate)|internal_xlora_classifier|"
     # Models that segment images have a `prompt_encoder` of their own, with other parts.
-    r"prompt_encoder\.[^.]+\.(?:embedding|lstm_head|mlp_head|transform|prefix_task_(?:cols|rows)))(?:\.|$)"
+    r"prompt_encoder\.[^.]+\.(?:(?:delta_)?embedding|lstm_head|mlp_head|transform|prefix_task_(?:cols|rows)))(?:\.|$)"
 )
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save|original_module|token_adapter)\.")
 _SAVED_TOO = re.compile(r"(?P<module>.*)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.*)")
@@ -212,7 +212,7 @@ def _differences(shapes: Mapping[str, Ints], method: str, config: Mapping[str, A
     if config.get("peft_type") != method:
         yield "`peft_type` of the tensors", method or "no adapter", config.get("peft_type")
         return
-    if method in _PROMPTS:
+    if "prompt_embeddings" in shapes:  # all that PEFT saves of those that add to the input
         rows = shapes["prompt_embeddings"][:1]
         if rows != (config.get("num_virtual_tokens"),):
             yield "rows of `prompt_embeddings`", list(rows), config.get("num_virtual_tokens")

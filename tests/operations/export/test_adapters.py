@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool import errors
@@ -59,6 +60,11 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     torch.save({names[name]: value for name, value in state.items()}, tmp_path / "road.pt")
     with pytest.raises(errors.LossError, match="road_theta"):
         ckpttool.export(tmp_path / "road.pt", tmp_path / "out")
+    # What CPT trains is added to the embedding, which was exported alone.
+    cpt = {f"prompt_encoder.default.{name}.weight": torch.ones(4, 8) for name in ("embedding", "delta_embedding")}
+    torch.save(cpt | {"word_embeddings.weight": torch.ones(9, 8)}, tmp_path / "cpt.pt")
+    with pytest.raises(errors.LossError, match="delta_embedding"):
+        ckpttool.export(tmp_path / "cpt.pt", tmp_path / "out")
     torch.save(
         {n: v for n, v in state_of("vera").items() if not n.startswith("base_model.vera_")}, tmp_path / "vera.pt"
     )
@@ -105,6 +111,22 @@ def test_the_config_of_another_adapter(method: str, changed: Any, found: Any, ex
     assert not (tmp_path / "out").exists()
     assert found is None or caught.value.facts["found"] == found
     assert expected is None or caught.value.facts["expected"] == expected
+
+
+@pytest.mark.parametrize(("tokens", "is_right"), [(4, True), (5, False)])
+def test_what_peft_saved_of_cpt_stays_as_it_is(tokens: int, is_right: bool, tmp_path: Path) -> None:
+    """`modules_to_save: null` of its config was called that of another adapter."""
+    config = {"peft_type": "CPT", "modules_to_save": None, "num_virtual_tokens": tokens, "task_type": "CAUSAL_LM"}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    prompt = torch.randn(4, 8)
+    save_file({"prompt_embeddings": prompt}, tmp_path / "a" / "adapter_model.safetensors")
+    with nullcontext() if is_right else pytest.raises(errors.CorruptError, match="is not the config of this adapter"):
+        ckpttool.export(tmp_path / "a", tmp_path / "out")
+        found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert found["prompt_embeddings"].equal(
+            load_file(tmp_path / "a" / "adapter_model.safetensors")["prompt_embeddings"]
+        )
 
 
 def test_a_full_model_with_the_config_of_an_adapter(tmp_path: Path) -> None:
