@@ -26,7 +26,9 @@ _BUFFER = re.compile(
     r"(.*[._])?(inv_freq|freqs_cis|(cos|sin)_cached|position_ids|relative_position_index|masked_bias|"
     r"num_batches_tracked|_extra_state|tokens_per_expert)"
 )
-_QUANTIZED = re.compile(r"(.*[._])?(q?weight|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?")
+_QUANTIZED = re.compile(
+    r"(.*[._])?(q?weight|qdata|int_data|packed|weight_packed|blocks|scales?|q?zeros|absmax|codes)(_\w+)?"
+)
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
 _KEYS = ("running_mean", "running_var")
 _END = 100  # characters of a name, which may have a million
@@ -34,6 +36,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
 _AVERAGES |= {"phema", "slow"}
 _COPIES = {*_AVERAGES, "best"}
+_TRAINED = "current"  # beside the average, which Lightning saves as the model
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
 _WHOLE = {
@@ -205,19 +208,22 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
 
 def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose keys say that they are copies, and of which one."""
-    words = {model.part: _words(model.part.root) for model in every}
+    words = {model.part: _words((*model.part.root, *_outermost(model))) for model in every}
+    if trained_now := {model.shapes for model in every if _TRAINED in words[model.part]}:
+        alike = [model.part for model in every if model.shapes in trained_now]
+        words |= {part: {*words[part], "averaged"} for part in alike if _TRAINED not in words[part]}
     said = _COPIES if any(not words[model.part] & _COPIES for model in every) else _AVERAGES
     copies = [model for model in every if words[model.part] & said]
     others = [model for model in every if not words[model.part] & said]
     if not copies or not others:
         return
-    alike: dict[Hashable, list[Model]] = defaultdict(list)
+    by_form: dict[Hashable, list[Model]] = defaultdict(list)
     for model in others:
         for form in _forms(model):
-            alike[form].append(model)
+            by_form[form].append(model)
     trained = [tuple(one.shapes.values()) for one in optimizers]
     for copy in copies:
-        found = next((alike[form] for form in _forms(copy) if form in alike), [])
+        found = next((by_form[form] for form in _forms(copy) if form in by_form), [])
         if not found and copy.shapes in trained and len(others) == 1:
             found = others  # a list of parameters without the buffers
         found = found or [one for one in others[:_MANY] if copy.names and copy.names.items() <= one.names.items()]
@@ -225,6 +231,12 @@ def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> No
         named = [one for one in found if words[one.part] & rest] if len(found) > 1 else found
         copy.average_of = named[0].part if len(named) == 1 else None
         copy.is_average = bool(found) or "ema" in words[copy.part]
+
+
+def _outermost(model: Model) -> Iterator[str]:
+    """Yield the first key of a model's names if it is that of all: `ema_models.0.weight`."""
+    firsts = {tensor.fqn.partition(".")[0] for tensor in model.candidates[:_MANY]}
+    yield from firsts if len(firsts) == 1 else ()
 
 
 def is_averaged(root: Path) -> bool:

@@ -92,6 +92,32 @@ def test_an_average_is_told_by_its_key() -> None:
     assert averages(found(best=model.state_dict(), best_ema=copy)) == {"best_ema": "best"}
 
 
+def test_the_model_beside_the_one_that_is_trained_is_its_average() -> None:
+    """Lightning's `WeightAveraging` saves the average as `state_dict`: both counted."""
+    model = net()
+    state = {"state_dict": net().state_dict(), "current_model_state": model.state_dict()}
+    every = found(**state, optimizer_states=[stepped(model).state_dict()], critic=nn.Linear(7, 9).state_dict())
+    assert averages(every) == {"state_dict": "current_model_state"}
+    assert counts(every) == [numel(model), 72]
+    assert owners(every) == {"optimizer_states": ["current_model_state"]}
+
+
+def test_an_average_is_told_by_the_key_around_all_of_it() -> None:
+    """Of `PostHocEMA`, which has the averages of two rates below its own key."""
+    model = net()
+    copies = {f"ema_models.{i}.{name}": value for i in (0, 1) for name, value in net().state_dict().items()}
+    every = found(model=model.state_dict(), posthoc=copies, optim=stepped(model).state_dict())
+    assert averages(every) == {"posthoc": None}
+    assert counts(every) == [numel(model)]
+
+
+def test_the_elements_of_quantised_weights_are_parameters() -> None:
+    """Of torchao's tensors of 8-bit integers, beside a tensor of their zero points."""
+    weight = {"qdata": torch.ones(8, 4, dtype=torch.int8), "zero_point": torch.ones(8, 1, dtype=torch.int8)}
+    every = found(model={"0.weight.qdata": weight["qdata"], "0.weight.zero_point": weight["zero_point"]})
+    assert counts(every) == [32]
+
+
 def test_a_list_of_tensors_is_an_average_by_the_order_of_its_shapes() -> None:
     model = net()
     shadow = [parameter.detach().clone() for parameter in model.parameters()]
