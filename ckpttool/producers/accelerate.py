@@ -61,15 +61,12 @@ def prefer_deepspeed(directory: Directory, layout: Layout) -> None:
         ]
 
 
-def require_trainer_state(directory: Directory, layout: Layout) -> None:
-    """Note that the state of the Trainer is missing beside its generators; those of accelerate have another name."""
+def require_state(directory: Directory, layout: Layout) -> None:
+    """Add the file to `missing` by which a directory is known to be the Trainer's, beside its generators. Those of
+    accelerate have another name."""
+    prefer_deepspeed(directory, layout)
     if directory.has(r"rng_state(_0)?\.pth") and not directory.has(r"random_states_\d+\.pkl"):
         layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
-
-
-def _adjust(directory: Directory, layout: Layout) -> None:
-    prefer_deepspeed(directory, layout)
-    require_trainer_state(directory, layout)
 
 
 _PATTERNS = (
@@ -166,7 +163,7 @@ ACCELERATE = Producer(
     (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
     _PATTERNS,
     expected=("model", "optimizer", "rng"),
-    adjust=_adjust,
+    adjust=require_state,
     writes=(_SHARDED, _FULL, _DDP),
     choose=_choose,
 )

@@ -16,7 +16,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Catalogue, Path
 from ckpttool.catalogue.warning import Warning
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import escape
 from ckpttool.text import rank_ranges, some
@@ -341,14 +341,23 @@ def check_ranks(layout: Layout, of_rank: Sequence[re.Match[str]]) -> tuple[str, 
 
 
 def weight_map(directory: Directory, index: str) -> dict[str, Any]:
-    """Return the files that an index names, by the names of the tensors; empty if it has none."""
-    files = directory.facts(index).get("weight_map")
-    return files if isinstance(files, dict) else {}
+    """Return the files that an index in a directory names, by the names of the tensors; empty for one below it. Raises
+    ReadError, or CorruptError for a file that is no index."""
+    value = directory.json(index) if index in directory else {"weight_map": {}}
+    files = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(files, dict):
+        raise CorruptError(f"`{directory.at(index)}`: no index, as it has no `weight_map`", file=directory.at(index))
+    return files
 
 
 def check_index(layout: Layout, directory: Directory, index: str) -> list[str]:
     """Add the files that an index names and that are not there to `missing`, and return the others."""
-    named = sorted({*map(str, weight_map(directory, index).values())})
+    try:
+        named = sorted({*map(str, weight_map(directory, index).values())})
+    except CkptError as error:
+        if all(component.name != index for component in layout.components):  # which is opened, and then says it
+            layout.unreadable[index] = error
+        return []
     absent = [name for name in named if name not in directory]
     texts = [f"`{name}` is missing, but `{index}` names it" for name in absent[:3]]
     layout.missing += [text for text in texts if text not in layout.missing]  # a row's own are said already

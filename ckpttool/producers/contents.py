@@ -65,7 +65,8 @@ _LOOKED_AT = (
     r".*\.(log|md|pyc?|sh|csv|tsv|jsonl|png|jpe?g|svg|gif|mp4|wav|html|pdf|lock|ply|tiktoken|jinja)"
     r"|(all|train|eval|predict|test)_results\.json|LICENSE.*|Thumbs\.db|events\.out\.tfevents.*"
 )
-_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|{_OTHER_LIBRARIES}|{_LOOKED_AT})")
+_ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|(?P<of_another>{_OTHER_LIBRARIES})|{_LOOKED_AT})")
+_UNFINISHED = re.compile(r"(?P<name>(?!.*\.metadata\.)[^.].*)\.(tmp|part)")
 # Folders of frameworks; in those of other directories there may be state.
 _LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
 _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
@@ -118,7 +119,7 @@ def is_of_safetensors(directory: Directory, layout: Layout) -> bool:
     safetensors, and nothing but what such a model is made of, by the names; its assets are added to the layout."""
     known = rf"{_OF_SAFETENSORS}|{REPOSITORY.pattern}|{re.escape(NAME)}"
     others = [name for name in layout.unknown if not re.fullmatch(known, name)]
-    assets = [name for name in others if _ASSET.fullmatch(name)]
+    assets = [name for name in others if _is_asset(name, directory.at(name))]
     rest = [name for name in others if name not in assets]
     number = sum(1 for _ in directory.matching(r".*\.safetensors"))
     # Of the pieces that torch's writer joins to the files beside them, and nothing else.
@@ -139,7 +140,7 @@ def _below(
         layout.unreadable[above] = ReadError(text, file=directory.path)
         return
     for name in names:
-        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or files.REMAINS.fullmatch(name.rstrip("/")):
+        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or _is_remnant(name.rstrip("/"), names):
             continue
         location = directory.at(name.rstrip("/"))
         if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
@@ -162,6 +163,13 @@ def _below(
             yield from _below(inner, rest, False, layout, above + name, depth + 1)
         else:
             yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)
+
+
+def _is_remnant(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is one that interrupted saves leave, with what it would have replaced beside it."""
+    match = _UNFINISHED.fullmatch(name)
+    is_all_there_is = match is not None and not {match["name"], f"{match['name']}/"} & {*names}
+    return files.REMAINS.fullmatch(name) is not None and not is_all_there_is
 
 
 def _is_beside(target: Location, directory: Location, names: Collection[str]) -> bool:
@@ -250,7 +258,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         # Opening a pipe would wait, and reading a device never end.
         text = f"`{location}`: a pipe or a device, not a regular file"
         layout.unreadable[name] = ReadError(text, hint=_STATE, file=location)
-    elif _ASSET.fullmatch(name) or (beside and _LOG.fullmatch(name)):
+    elif _is_asset(name, location) or (beside and _LOG.fullmatch(name)):
         layout.assets.append(name)
     elif any(row.recognise(location) for row in formats.FORMATS):
         layout.components.append(Component(name, files=(name,)))
@@ -265,9 +273,20 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             layout.assets.append(name)
         except CkptError as error:
             is_data = formats.DATA_FILE.fullmatch(name) is not None
-            hint = error.hint if is_data or type(error) is not ReadError else _STATE
-            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
-            layout.unreadable[name] = type(error)(error.message, hint=hint, **error.facts)
+            is_unknown = not is_data and type(error) is ReadError
+            hint = _STATE if is_unknown else error.hint
+            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head, name) else hint
+            facts = error.facts | ({"unknown": True} if is_unknown else {})  # which is no damage
+            layout.unreadable[name] = type(error)(error.message, hint=hint, **facts)
+
+
+def _is_asset(name: str, location: Location) -> bool:
+    """Return whether a file is an asset by its name, and no checkpoint by its first bytes, which on the Hub are not
+    read. The same model for another library is one whatever it holds."""
+    match = _ASSET.fullmatch(name)
+    if match is None or match["of_another"] or not location.store.is_local:
+        return match is not None
+    return not any(row.recognise(location) for row in formats.CHECKPOINTS)
 
 
 # Roots ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
-from ckpttool.catalogue.step_names import facts_of, places_of, step_said
+from ckpttool.catalogue.step_names import facts_of, places_of, step_in, step_said
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
@@ -47,6 +47,7 @@ from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
 from ckpttool.text import some
+from ckpttool.transfer import twins
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
 
@@ -149,7 +150,7 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
         source = _open_step(directory, files_of_step, options, run)
     else:
         source = open_at(chosen.path, options, run, directory.folder(chosen.name) if is_folder else None)
-    if not is_folder and _are_ranks(inner, source.catalogue):
+    if not is_folder and _are_parts(inner, source):
         source.close()
         return None
     of_no_step = [*_of_no_step(inner)]
@@ -178,14 +179,25 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
     return source
 
 
-def _are_ranks(run: runs.RunDirectory, newest: Catalogue) -> bool:
-    """Return whether files numbered from 0 are of no steps: the last one lacks tensors that the first has."""
-    first = run.checkpoints[0]
-    if len(run.checkpoints) < 2 or [c.order for c in run.checkpoints] != [(n,) for n in range(len(run.checkpoints))]:
-        return False
-    with suppress(CkptError), closing(detect(run.locations(first)[0]).open(run.locations(first)[0])) as source:
-        return not _tensors_in(source.catalogue) <= _tensors_in(newest)
+def _are_parts(run: runs.RunDirectory, newest: Source) -> bool:
+    """Return whether files that are numbered are of no steps: from 0, and the last one lacks tensors that the first
+    has; or no word says what is counted, and the weights of the last two have nothing in common."""
+    orders = [one.order for one in run.checkpoints]
+    with suppress(CkptError):
+        if len(orders) > 1 and orders == [(n,) for n in range(len(orders))]:
+            with closing(_open_first_file(run, run.checkpoints[0])) as source:
+                if not _tensors_in(source.catalogue) <= _tensors_in(newest.catalogue):
+                    return True
+        is_counted = len(orders) > 1 and max(orders) <= (2 * len(orders),)
+        if is_counted and all(step_in(one.name) is None for one in run.checkpoints):
+            with closing(_open_first_file(run, run.checkpoints[-2])) as source:
+                return twins.are_unrelated(source, newest)
     return False
+
+
+def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> Source:
+    location = run.locations(checkpoint)[0]
+    return detect(location).open(location, NO_HINTS)
 
 
 def _others(
@@ -270,6 +282,8 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
         return reader.said_by(producer, source)
     if layout.components and (checkpoints := runs.inside(directory)):
         raise _inside(location, directory, checkpoints, filter(formats.DATA_FILE.fullmatch, directory.names))
+    if not layout.components and layout.missing:
+        raise reader.incomplete(layout.missing[0], directory)
     if not layout.components:
         # Its error says what is there.
         return _detect(location, directory).open(location, options)

@@ -85,15 +85,16 @@ def annotate(catalogue: Catalogue, layout: Layout, directory: Directory) -> None
         catalogue.facts["components"] = [*catalogue.facts.get("components", ()), *assets]
     catalogue.warnings += layout.warnings
     catalogue.faults += [_of_component(error, directory, name, name) for name, error in layout.unreadable.items()]
-    catalogue.faults += [_incomplete(text, directory) for text in layout.missing]
-    for index in (name for name in layout.assets if name.endswith(".bin.index.json") and not layout.missing):
+    catalogue.faults += [incomplete(text, directory) for text in layout.missing]
+    indexes = () if layout.missing else {*layout.assets}.difference(layout.unreadable)
+    for index in sorted(name for name in indexes if name.endswith(".bin.index.json")):
         names = {path[-1] for path in catalogue.entries}
         if absent := [name for name in weight_map(directory, index) if name not in names]:
             text = f"`{index}` names {some(absent)}, which its files do not have"
-            catalogue.faults.append(_incomplete(text, directory))
+            catalogue.faults.append(incomplete(text, directory))
 
 
-def _incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:
+def incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:
     return CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
 
 
@@ -115,7 +116,7 @@ def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Ite
     for c, count in counts:
         if count < world_size:
             text = f"`{c.name}` is of {plural(count, 'rank')}, but {world_size} have written: the rest is missing"
-            yield _incomplete(text, directory, **({"concerns": [dotted(c.root[:1])]} if c.root else {}))
+            yield incomplete(text, directory, **({"concerns": [dotted(c.root[:1])]} if c.root else {}))
 
 
 @dataclass(frozen=True, slots=True)

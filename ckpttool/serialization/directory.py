@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, CorruptError, in_one_line
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location
 
-_MAX_JSON = 64 << 20
+_MAX_JSON, _MAX_INDEX = 64 << 20, 1 << 30  # bytes; an index has a line for each tensor
 _MAX_DEPTH = 4
 
 T = TypeVar("T")
@@ -108,9 +108,10 @@ class Directory:
         if name not in self:
             return None
         if name not in self._json:
-            text = self._head(name, _MAX_JSON + 1)
-            if len(text) > _MAX_JSON:
-                raise CorruptError(f"`{self.at(name)}`: more than {_MAX_JSON} bytes of JSON", file=self.at(name))
+            limit = _MAX_INDEX if name.endswith(".index.json") else _MAX_JSON
+            text = self._head(name, limit + 1)
+            if len(text) > limit:
+                raise CorruptError(f"`{self.at(name)}`: more than {limit} bytes of JSON", file=self.at(name))
             try:
                 # A loss that is not a number is `NaN` in the Trainer's file.
                 with working(len(text)):

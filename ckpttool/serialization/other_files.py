@@ -26,6 +26,8 @@ NOT_READ = "it is no PyTorch checkpoint, and is not read"
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
 _PACKAGE, _SAVED = (".data/extern_modules",), ("version", "data/0")  # records of torch.package, and of torch.save
 _MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
+_CONTROL = re.compile("[\0-\x07\x0e-\x1a\x1c-\x1f]")  # not of texts, which may move the cursor back or have colours
+_MEMORY_MAP = ".memmap"  # the elements of a tensor, whose dtype and shape the `meta.json` beside it has
 _ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
 # Programs, pictures, sounds, PDFs, fonts, and what macOS keeps of a folder.
 _NO_STATE = re.compile(
@@ -67,19 +69,22 @@ def is_of_no_state(head: bytes) -> bool:
 def is_text(name: str, head: bytes) -> bool:
     """Return whether a file begins as a text does, or is a vocabulary of sentencepiece, which begins with its first
     piece."""
+    if name.endswith(_MEMORY_MAP):
+        return False  # elements of one byte may be those of a text
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
         # The end of the head may be the middle of a character.
         text = head[: error.start].decode() if error.start > len(head) - 4 else "\0"
-    return "\0" not in text or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
+    return _CONTROL.search(text) is None or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
 
 
-def is_archive(head: bytes) -> bool:
-    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
+def is_archive(head: bytes, name: str = "") -> bool:
+    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes; or a memory map
+    by its name, which its library opens."""
     low = head.lower()
     is_packed = any(hint in (_UNPACK, _UNZIP) and low.startswith(begins) for begins, _, hint in _OTHER_FILES)
-    return is_packed or archives.is_tar(head)
+    return is_packed or archives.is_tar(head) or name.endswith(_MEMORY_MAP)
 
 
 def is_archive_of_files(location: Location) -> bool:
@@ -93,6 +98,9 @@ def is_archive_of_files(location: Location) -> bool:
 
 def recognised(location: Location) -> CkptError | None:
     """Return the error for a file that is something else than a checkpoint; None if that is not known."""
+    if location.endswith(_MEMORY_MAP):
+        hint = "load it with `TensorDict.load_memmap`, and save the `TensorDict` with `torch.save`"
+        return ReadError(f"`{location}`: a memory map of tensordict, which is not read", hint=hint, file=location)
     head = location.head(HEAD)
     if archives.is_tar(location.head(archives.HEAD)):
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")

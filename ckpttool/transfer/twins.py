@@ -27,6 +27,7 @@ from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 
 _COMPARED = 1024  # elements at each end of a tensor
+_LEAST, _CORRELATED = 64, 0.3  # elements of which a correlation says something, and what independent ones do not reach
 _FEW = 4  # tensors that are compared if the files are on another machine
 _ROUNDED, _TINY = 2**-8, 2**-24  # how far rounding moves a number: of bfloat16, and near zero of float16
 
@@ -68,6 +69,25 @@ def find(source: Source, opened: Source, roots: Sequence[Path]) -> Twin | None:
             if _has_same_shapes(own, source, there, opened, pool):
                 return Twin(root, is_renamed=True)
     return None
+
+
+def are_unrelated(source: Source, other: Source) -> bool:
+    """Return whether the largest weight of two models with the same names has other values, as two that began from
+    other random numbers have; one that was trained further still has much of what it was."""
+    own, there = (
+        {(tensor.name, tensor.shape): tensor for tensor in of.catalogue.tensors if tensor.dtype.kind == "float"}
+        for of in (source, other)
+    )
+    weights = [tensor for key, tensor in own.items() if key in there and len(tensor.shape) > 1]
+    largest = max(weights, key=lambda tensor: tensor.numel, default=None)
+    if largest is None or largest.numel < _LEAST or own.keys() != there.keys():
+        return False
+    with closing(files.Pool()) as pool:
+        pair = ((largest, source), (there[largest.name, largest.shape], other))
+        first, second = (numbers(_ends(one, of, pool).values[0].ravel(), one.dtype).ravel() for one, of in pair)
+    first, second = first - first.mean(), second - second.mean()
+    product = float((first * first).sum() * (second * second).sum())
+    return product > 0 and float((first * second).sum()) ** 2 < _CORRELATED**2 * product
 
 
 def _has_same_names(

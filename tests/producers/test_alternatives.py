@@ -265,6 +265,32 @@ def test_files_numbered_from_0_with_other_tensors_are_no_steps(tmp_path: Path) -
     assert opened(folder) == {"epoch_1.pt"}
 
 
+@pytest.mark.parametrize("names", ["model_1.pt model_2.pt", "state_0.pt state_2.pt", "net_1.pt net_2.pt net_3.pt"])
+@pytest.mark.parametrize("is_ensemble", [True, False])
+def test_numbered_models_are_steps_only_if_their_values_are_alike(
+    names: str, is_ensemble: bool, tmp_path: Path
+) -> None:
+    """Of an ensemble the last one was opened, as the newest step, and the others were left out."""
+    torch.manual_seed(0)
+    network = torch.nn.Linear(16, 8)
+
+    def trained(_: int) -> dict[str, torch.Tensor]:
+        if is_ensemble:
+            network.reset_parameters()
+        optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+        for _ in range(20):
+            optimizer.zero_grad()
+            network(torch.randn(4, 16)).square().mean().backward()
+            optimizer.step()
+        return {name: value.clone() for name, value in network.state_dict().items()}
+
+    save(tmp_path, names, trained)
+    assert opened(tmp_path) == ({*names.split()} if is_ensemble else {names.split()[-1]})
+    # A word says what is counted.
+    save(tmp_path / "run", "epoch_1.pt epoch_2.pt", trained)
+    assert opened(tmp_path / "run") == {"epoch_2.pt"}
+
+
 def test_a_single_tensor_has_the_name_of_its_file_beside_documents(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     save(folder, "weights.pt", lambda seed: [torch.ones(2), torch.zeros(3)])

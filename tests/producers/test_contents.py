@@ -382,3 +382,37 @@ def test_safetensors_files_of_different_names_are_parts_that_keep_them(tmp_path:
     ckpttool.convert(folder, tmp_path / "same", producer="same")
     assert {path.name for path in (tmp_path / "same").glob("*.safetensors")} == {path.name for path in folder.iterdir()}
     assert torch.equal(load_file(tmp_path / "same" / "policy.safetensors")["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize(("name", "value"), [("mask.dat", 1), ("obs.memmap", 65), ("n/obs.memmap", 0)])
+def test_elements_of_one_byte_are_no_text(name: str, value: int, tmp_path: Path) -> None:
+    """A mask without zeros, or a memory map of tensordict, was listed as an asset and left out."""
+    folder = saved(tmp_path / "step_100")
+    (folder / name).parent.mkdir(exist_ok=True)
+    np.full(5000, value, np.uint8).tofile(folder / name)
+    with pytest.raises(ReadError, match="memory map of tensordict" if name.endswith("p") else "unrecognised format"):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+    report = ckpttool.verify(folder)
+    assert (report.verdict, report.exit_code) == ("unread", 3)
+    assert "cannot be read in full" in report.message and name in str(report.findings)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "best.lock", "LICENSE", "log/tb.log"])
+def test_a_checkpoint_called_as_an_asset_is_read(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "step_100")
+    (folder / name).parent.mkdir(exist_ok=True)
+    torch.save({"moved": torch.arange(5)}, folder / name)
+    with ckpttool.open(folder) as ckpt:
+        assert [tensor.name for tensor in ckpt.tensors() if tensor.name.endswith("moved")]
+
+
+@pytest.mark.parametrize("suffix", ["tmp", "part"])
+def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(suffix: str, tmp_path: Path) -> None:
+    """`optimizer.pt.tmp` alone was left out without a word."""
+    folder = saved(tmp_path / "step_100")
+    expected = ckpttool.inspect(folder).entries
+    (folder / f"optimizer.pt.{suffix}").write_bytes((folder / "optimizer.pt").read_bytes()[:1500])
+    assert ckpttool.inspect(folder).entries.keys() == expected.keys()  # of a save before this one
+    (folder / "optimizer.pt").unlink()
+    with pytest.raises((CorruptError, ReadError), match=rf"optimizer\.pt\.{suffix}"):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")

@@ -1115,3 +1115,43 @@ def test_an_optimizer_under_another_name_is_not_missed(tmp_path: Path) -> None:
     assert "there is no optim" not in str(inspect(folder).warnings)
     (folder / f"adamw{optim.suffix}").unlink()
     assert "there is no optim in it" in str(inspect(folder).warnings)
+
+
+@pytest.mark.parametrize("config", ["config.json", "notes.md"])
+def test_an_index_of_torch_files_without_any_of_them(config: str, tmp_path: Path) -> None:
+    """It was "no checkpoint of a known format"."""
+    index = {"weight_map": {"w": "pytorch_model-00001-of-00002.bin", "v": "pytorch_model-00002-of-00002.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / config).write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CorruptError, match=r"pytorch_model-00001-of-00002\.bin` is missing, but `pytorch_model\.bin"):
+        inspect(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", '{"weight_map": {"w": "pyto', "[1]"])
+def test_an_index_of_torch_files_that_is_none(index: str, tmp_path: Path) -> None:
+    """Beside accelerate's files it was ignored."""
+    folder = saved(tmp_path / "checkpoint_0")
+    (folder / "model.safetensors").unlink()
+    for number, name in ((1, "weight"), (2, "bias")):
+        torch.save({name: torch.ones(2)}, folder / f"pytorch_model-0000{number}-of-00002.bin")
+    (folder / "pytorch_model.bin.index.json").write_text(index)
+    with pytest.raises(CorruptError, match=r"pytorch_model\.bin\.index\.json`"):
+        convert(folder, tmp_path / "out.pt")
+
+
+def test_a_large_index_of_torch_files_is_compared(tmp_path: Path) -> None:
+    """One of more than 64 MiB was not: what it names and the files do not have went unsaid."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    (tmp_path / "config.json").write_text("{}")
+    weight_map = dict.fromkeys(("w", "lost"), "pytorch_model-00001-of-00001.bin")
+    with open(tmp_path / "pytorch_model.bin.index.json", "w") as file:
+        file.write(json.dumps({"weight_map": weight_map})[:-1] + " " * (65 << 20) + "}")
+    assert "names `lost`, which its files do not have" in str(inspect(tmp_path).faults)
+
+
+def test_the_state_of_the_trainer_is_missed_beside_dcp(tmp_path: Path) -> None:
+    """Without it the directory was called accelerate's, and whole."""
+    folder = Path(shutil.copytree(Path(path_of("run/trainer_fsdp2_w2")) / "checkpoint-4", tmp_path / "checkpoint-4"))
+    (folder / "trainer_state.json").unlink()
+    with pytest.raises(CorruptError, match=r"`trainer_state\.json` is missing"):
+        convert(folder, tmp_path / "out.pt")

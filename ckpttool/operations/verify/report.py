@@ -113,7 +113,7 @@ class Report(Result):
         nans = f", but has NaN in {plural(counts[NAN], 'tensor')}" if counts[NAN] else ""
         if self.verdict == "unread" and self.unread is not None:
             without = " without `--shapes`" if "--shapes" in (self.unread.hint or "") else " in full"
-            return f"{self.path} cannot be read{without}; its files are not damaged"
+            return f"{self.path} cannot be read{without}; what is read of it is not damaged"
         return f"{self.path} is whole{differs}{nans}"
 
     @property
@@ -165,8 +165,10 @@ _TITLES = {
 
 def blocks(report: Report, verbose: bool = False) -> Iterator[Block]:
     """Yield the verdict, what was checked, and the findings of each gravity."""
-    verdict = report.message.removeprefix(f"{report.path} is ")
-    yield Line([bold(report.path), " is ", Styled(verdict, "red" if report.exit_code else "bold")])
+    verdict = report.message.removeprefix(f"{report.path} ")
+    verb = "is " if verdict.startswith("is ") else ""
+    verdict = verdict.removeprefix(verb)
+    yield Line([bold(report.path), f" {verb}", Styled(verdict, "red" if report.exit_code else "bold")])
     yield Facts(known(_facts(report)), "What was checked")
     if not report.findings:
         yield Findings("findings", [], good="Nothing is wrong with it.")

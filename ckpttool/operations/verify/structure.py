@@ -28,8 +28,9 @@ def faults(run: Verification) -> Iterator[Finding]:
         hint = "copy it from where the checkpoint was saved"
         yield Finding(DAMAGE, "missing", f"`{name}` is missing{lost}", name, hint=hint, names=names)
     for fault in catalogue.faults:
-        if "needs" in fault.facts:
-            yield Finding.of(fault, "unread", SUSPECT)  # the checkpoint is not at fault: `--shapes` is missing
+        if "needs" in fault.facts or "unknown" in fault.facts:
+            # The checkpoint is not at fault: `--shapes` is missing, or the file is of another library.
+            yield Finding.of(fault, "unread", SUSPECT)
         else:
             yield Finding.of(fault, "missing" if "missing" in fault.facts else "structure")
     sizes = [file.size for file in catalogue.files]
