@@ -29,8 +29,6 @@ from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.open import (
     checkpoint_around,
     chosen_of_run,
-    harmful,
-    harmful_attributes,
     is_index,
     naming,
     notes_of_run,
@@ -39,6 +37,7 @@ from ckpttool.producers.open import (
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
 from ckpttool.serialization.unpickler import no_garbage_collection
+from ckpttool.serialization.unsafe_globals import harmful, harmful_attributes
 from ckpttool.storage import files, free_space, staging, stores, workspace
 from ckpttool.storage.errors import FREE_SPACE
 from ckpttool.storage.stage import StagingArea

@@ -16,7 +16,7 @@ from functools import partial
 from ckpttool import formats, producers
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Object, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.step_names import facts_of, places_of, step_in, step_said
@@ -42,7 +42,6 @@ from ckpttool.producers.components import WHOLE, Layout, Producer
 from ckpttool.serialization import strict_json, unsafe_globals
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
-from ckpttool.serialization.unsafe_globals import harmful_names
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.versions import Version
@@ -478,7 +477,7 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         catalogue.location = chosen
         if (found := foreign.describe(catalogue, chosen)) is not None:
             found.annotate(catalogue)
-        catalogue.warnings += _unsafe(catalogue, named)
+        catalogue.warnings += unsafe_globals.warnings(catalogue, named)
         _keep_versions(catalogue, seen)
         _check_links(chosen, catalogue)
         beside.annotate(chosen, catalogue)
@@ -609,30 +608,3 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
 def opened(path: str, shapes: str | None = None) -> closing[Source]:
     """Context manager of an open source. Raises ReadError or CorruptError."""
     return closing(open_source(path, shapes))
-
-
-def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
-    """Return the names of entries whose values name functions that run commands, with each function."""
-    return ((entry.name, called) for entry in objects for called in sorted(harmful_names(entry.value)))
-
-
-def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
-    """Return the paths of dicts whose attributes name functions that run commands, with each function."""
-    with_attributes = ((path, c.attrs) for path, c in catalogue.containers.items() if c.attrs)
-    return ((path, called) for path, attributes in with_attributes for called in sorted(harmful_names(attributes)))
-
-
-def _unsafe(catalogue: Catalogue, named: set[str]) -> list[Warning]:
-    """Return warnings of functions that run commands: in values, in attributes, or only `named` in pickles."""
-    runs_code = "which runs code when loaded"
-    read = (entry for entry in catalogue.objects if entry.is_read)
-    texts = [(f"`{name}` names `{called}`, {runs_code}; not here", called) for name, called in harmful(read)]
-    for path, called in harmful_attributes(catalogue):
-        text = f"the attributes of `{dotted(path)}` name `{called}`, {runs_code}; not here, and they are not passed on"
-        texts.append((text, called))
-    known = {called for _, called in texts}
-    known.update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
-    for called in sorted(named - known):
-        # A pickle can call a function and discard its result.
-        texts.append((f"a pickle names `{called}`, {runs_code}, outside of every entry; not here", called))
-    return [Warning("unsafe-global", text, names=(called,)) for text, called in texts]

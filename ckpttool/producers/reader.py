@@ -95,6 +95,7 @@ def annotate(catalogue: Catalogue, layout: Layout, directory: Directory) -> None
 
 
 def incomplete(text: str, directory: Directory, **facts: Any) -> CorruptError:
+    """Return the error for a directory from which a file is missing."""
     return CorruptError(text, hint="copy what is missing, or name another checkpoint", file=directory.path, **facts)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from ckpttool.catalogue.entries import Catalogue, Object, Path, dotted
 from ckpttool.catalogue.values import stub_name, walk
+from ckpttool.catalogue.warning import Warning
 
 # Names that run commands or code when called. They are never called here, but neither do we pass them on.
 _HARMFUL_MODULES = frozenset({
@@ -60,3 +62,30 @@ def noting_harm() -> Iterator[set[str]]:
         yield noted
     finally:
         _noted.reset(token)
+
+
+def harmful(objects: Iterable[Object]) -> Iterator[tuple[str, str]]:
+    """Return the names of entries whose values name functions that run commands, with each function."""
+    return ((entry.name, called) for entry in objects for called in sorted(harmful_names(entry.value)))
+
+
+def harmful_attributes(catalogue: Catalogue) -> Iterator[tuple[Path, str]]:
+    """Return the paths of dicts whose attributes name functions that run commands, with each function."""
+    with_attributes = ((path, c.attrs) for path, c in catalogue.containers.items() if c.attrs)
+    return ((path, called) for path, attributes in with_attributes for called in sorted(harmful_names(attributes)))
+
+
+def warnings(catalogue: Catalogue, named: set[str]) -> list[Warning]:
+    """Return warnings of functions that run commands: in values, in attributes, or only `named` in pickles."""
+    runs_code = "which runs code when loaded"
+    read = (entry for entry in catalogue.objects if entry.is_read)
+    texts = [(f"`{name}` names `{called}`, {runs_code}; not here", called) for name, called in harmful(read)]
+    for path, called in harmful_attributes(catalogue):
+        text = f"the attributes of `{dotted(path)}` name `{called}`, {runs_code}; not here, and they are not passed on"
+        texts.append((text, called))
+    known = {called for _, called in texts}
+    known.update(name for w in catalogue.warnings if w.kind == "unsafe-global" for name in w.names)
+    for called in sorted(named - known):
+        # A pickle can call a function and discard its result.
+        texts.append((f"a pickle names `{called}`, {runs_code}, outside of every entry; not here", called))
+    return [Warning("unsafe-global", text, names=(called,)) for text, called in texts]
