@@ -230,10 +230,14 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
     for name, of_rank in rank_sets(matches).items():
         before = name.partition("*")[0]
         is_named = _RANK.search(f"{before}0") is not None
-        if not is_named and [int(match["rank"]) for match in of_rank] != [*range(max(2, len(of_rank)))]:
+        is_own = parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
+        ranks = [int(match["rank"]) for match in of_rank]
+        # Of what each rank has of its own, one of several may be missing.
+        is_counted = ranks == [*range(len(ranks))] or (is_own and not ranks[0] and ranks[-1] < 2 * len(ranks))
+        if not is_named and (len(ranks) < 2 or not is_counted):
             continue
         # Else only shards say that a number is a rank, and not that of a model or an optimizer.
-        is_of_rank = is_named or parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
+        is_of_rank = is_named or is_own
         if is_of_rank or all(mentions_shards(directory.at(match.string)) for match in of_rank):
             yield Component(name, files=check_ranks(layout, of_rank), kind="rank files", by_name=True)
 
@@ -304,13 +308,17 @@ def _give_roots(layout: Layout, named: int, step: int | None, *, spares: bool, a
     main = main or [c for c in holders if not VARIANT.fullmatch(c.name)] or holders
     is_alone = len({stem(c, step) for c in main}) == 1 and not named and not apart
     in_folder: dict[Path, set[Path]] = defaultdict(set)
+    folders: set[Path] = set()
     for component in components:
-        *folders, last = stem(component, step) or ("",)
-        in_folder[tuple(folders)].add((*folders, last))
+        place = stem(component, step) or ("",)
+        in_folder[place[:-1]].add(place)
+        folders.update(place[:depth] for depth in range(1, len(place)))
+    for inner in folders:
+        in_folder[inner[:-1]].add(inner)  # what lies there has no place among the keys of a file
     taken = {component.root: component for component in layout.components[:named]}
     for i, component in enumerate(components, named):
         root = stem(component, step)
-        while len(root) > 1 and (len(in_folder[root[:-1]]) == 1 or root[-1] == root[-2]) and root[:-1] not in taken:
+        if len(root) > 1 and in_folder[root[:-1]] == {root} and root[:-1] not in taken:
             root = root[:-1]
         if is_alone and component in main:
             root = ()

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from operator import and_
 
 from ckpttool import formats
-from ckpttool.catalogue.parts import kind_of_key
+from ckpttool.catalogue.parts import PER_RANK, kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError, UsageError
@@ -405,6 +405,8 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     for name, place in (places or (every if every.keys() == {*data} else {})).items():
         files.setdefault(place, []).append(name)
     files = {place: of_step for place, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
+    if all(_is_of_rank(name) for of_step in files.values() for name in of_step):
+        return
     kinds = {place: Counter(map(_masked, of_step)) for place, of_step in files.items()}
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
@@ -425,6 +427,11 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         path, nbytes, last = directory.at(name), directory.size(name), max(place.order for place in files)
         kind = "safetensors" if name.endswith(".safetensors") else "torch"
         yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)
+
+
+def _is_of_rank(name: str) -> bool:
+    """Return whether a file is called as what each rank has of its own, which is no checkpoint: `rng_2.pth`."""
+    return kind_of_key(re.split(r"[._-]*\d", name.rpartition("/")[2])[0]) in PER_RANK
 
 
 def _below_parts(directory: Directory) -> list[str]:

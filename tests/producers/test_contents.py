@@ -416,3 +416,28 @@ def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(suffix: str
     (folder / "optimizer.pt").unlink()
     with pytest.raises((CorruptError, ReadError), match=rf"optimizer\.pt\.{suffix}"):
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+@pytest.mark.parametrize("name", ["rng_{}.pt", "rng_state_{}.pth", "loader_state_{}.pt"])
+def test_a_rank_among_others_that_is_missing_makes_no_steps_of_them(name: str, gone: int, tmp_path: Path) -> None:
+    """`rng_0.pt rng_2.pt` were two checkpoints of a run, of which the last was opened."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    torch.save(torch.nn.Linear(4, 3).state_dict(), folder / "model.pt")
+    for rank in range(4):
+        torch.save({"state": torch.full((9,), rank)}, folder / name.format(rank))
+    (folder / name.format(gone)).unlink()
+    with pytest.raises(CorruptError, match=rf"the file of rank {gone} of 4 is missing"):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+    assert "run" not in ckpttool.inspect(folder).facts
+
+
+def test_a_folder_is_the_root_of_a_file_only_if_nothing_else_lies_in_it(tmp_path: Path) -> None:
+    """The model below the folder of an optimizer was a part of the optimizer: `--drop optimizer` left it out."""
+    folder = saved(tmp_path / "step_100", ranks=0)
+    (folder / "trainer" / "net" / "last").mkdir(parents=True)
+    (folder / "optimizer.pt").rename(folder / "trainer" / "optimizer.pt")
+    (folder / "model.pt").rename(folder / "trainer" / "net" / "last" / "model.pt")
+    assert kinds(folder)["optimizer"] == {"trainer.optimizer"}
+    assert kinds(folder)["model"] == {"trainer.net", "ema"}
