@@ -53,6 +53,7 @@ _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.dis
 
 # Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
 UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
+_NOT_ENDED = "its name says that the save did not end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +360,8 @@ def _folders(directory: Directory) -> Iterator[RunCheckpoint]:
         if not is_named and (row is None or row.is_model):
             continue
         kind = _format(inner, row)
+        if not (row or kind or order or pointed) and inner.names and next(_data_below(inner), None) is None:
+            continue  # what was logged, as mmengine does in a folder of its time
         saved = inner.facts("trainer_state.json").get("global_step") if not order else None
         order, step = ((saved,), saved) if isinstance(saved, int) else (order, step)
         why_not = _why_not(inner, name, row, kind, _INDEX_READ)
@@ -411,7 +414,8 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
-        why_not = _empty(directory, of_step) or _lacking(kinds[place], others)
+        is_left = any(UNFINISHED.search(name.rpartition("/")[2]) for name in of_step)
+        why_not = _NOT_ENDED if is_left else _empty(directory, of_step) or _lacking(kinds[place], others)
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not
@@ -481,7 +485,7 @@ def _data_below(directory: Directory, depth: int = 0) -> Iterator[tuple[str, Loc
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
     if UNFINISHED.search(name):
-        return "its name says that the save did not end"
+        return _NOT_ENDED
     if not directory.names:
         return "an empty directory"
     if row is None and kind is None:

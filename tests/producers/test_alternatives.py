@@ -265,6 +265,31 @@ def test_files_numbered_from_0_with_other_tensors_are_no_steps(tmp_path: Path) -
     assert opened(folder) == {"epoch_1.pt"}
 
 
+def test_a_folder_of_logs_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+    """`20261128_145311/` of mmengine was listed as one that is not complete."""
+    save(tmp_path, "epoch_1.pth epoch_2.pth")
+    (tmp_path / "20261128_145311" / "vis_data").mkdir(parents=True)
+    (tmp_path / "20261128_145311" / "vis_data" / "scalars.json").write_text('{"lr": 0.1}')
+    (tmp_path / "last_checkpoint").write_text(str(tmp_path / "epoch_2.pth"))
+    run = ckpttool.inspect(tmp_path).facts["run"]
+    assert [(one["name"], one["complete"], one["taken"]) for one in run] == [
+        ("epoch_1.pth", True, False),
+        ("epoch_2.pth", True, True),
+    ]
+
+
+@pytest.mark.parametrize("name", ["epoch_3.pth.tmp", "tmp_epoch_3.pth"])
+@pytest.mark.parametrize("nbytes", [1000, None])
+def test_a_file_whose_save_has_not_ended_is_no_newest_checkpoint(name: str, nbytes: int | None, tmp_path: Path) -> None:
+    """It was opened in place of the one before it, or the command failed as it was cut."""
+    run = tmp_path / "run"
+    save(run, f"epoch_1.pth epoch_2.pth {name}")
+    (run / name).write_bytes((run / name).read_bytes()[:nbytes])
+    ckpttool.convert(run, tmp_path / "out.pt", to="torch")
+    assert torch.load(tmp_path / "out.pt")["epoch"] == 2
+    assert any(name in warning.text for warning in ckpttool.inspect(run).warnings)
+
+
 @pytest.mark.parametrize("names", ["model_1.pt model_2.pt", "state_0.pt state_2.pt", "net_1.pt net_2.pt net_3.pt"])
 @pytest.mark.parametrize("is_ensemble", [True, False])
 def test_numbered_models_are_steps_only_if_their_values_are_alike(
