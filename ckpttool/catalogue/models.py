@@ -385,7 +385,9 @@ def _named_alike(optimizer: Part, owners: list[Model]) -> list[Model]:
     """Return the one of several models whose key is beside the optimizer's, or in it; none where no key tells."""
     key = dotted(optimizer.root[-1:])
     words = _words(optimizer.root[-1:])
+    own = words - _WHOLE
     for fits in (
+        [one for one in owners if own and _words(one.part.root[-1:]) - _WHOLE == own],  # `netG optG`
         [one for one in owners if one.part.root[:-1] == optimizer.root[:-1] and len(one.part.root) > 1],
         [one for one in owners if one.part.root and _words(one.part.root[-1:]) <= words],
         [one for one in owners if one.part.root and key.startswith(dotted(one.part.root[-1:]))],

@@ -155,6 +155,9 @@ def test_of_equal_models_the_keys_tell_whose_an_optimizer_is() -> None:
     state = {f"{name}_optimizer": stepped(one).state_dict() for name, one in nets.items()}
     every = found(**{name: one.state_dict() for name, one in nets.items()}, **state)
     assert owners(every) == {"actor_optimizer": ["actor"], "critic_optimizer": ["critic"]}
+    pair = {"netG": net().state_dict(), "netD": net().state_dict()}
+    every = found(**pair, optG=stepped(net()).state_dict(), optD=stepped(net()).state_dict())
+    assert owners(every) == {"optG": ["netG"], "optD": ["netD"]}
     target = {f"{name}_target": deepcopy(one).state_dict() for name, one in nets.items()}
     every = found(**{name: one.state_dict() for name, one in nets.items()}, **target)
     assert averages(every) == {"actor_target": "actor", "critic_target": "critic"}
