@@ -123,7 +123,8 @@ def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Ite
 @dataclass(frozen=True, slots=True)
 class _Opening:
     """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
-    are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none."""
+    are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none,
+    `lacking` the file that is missing beside a component that says so, and the root of that."""
 
     directory: Directory
     components: list[Component]
@@ -132,6 +133,7 @@ class _Opening:
     faults: list[CkptError] = field(default_factory=list)
     mounted: list[Mounted] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    lacking: list[tuple[str, str]] = field(default_factory=list)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -149,6 +151,10 @@ class _Opening:
                 self.add(combined, component)
             if not combined.catalogue.entries:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
+            if len(self.lacking) > 1:
+                text = f"`{self.lacking[0][0]}` is missing, which has all but the tensors of the training state"
+                concerns = [root for _, root in self.lacking if root != "model"]
+                self.faults.append(incomplete(text, self.directory, concerns=concerns))
             combined.catalogue.faults += self.faults
             combined.catalogue.facts |= {"mounted": _listed(self.mounted), "components": self.mounted}
             combined.catalogue.facts |= {"unused": self.unused} if self.unused else {}
@@ -174,6 +180,7 @@ class _Opening:
         catalogue = source.catalogue
         folder = component.name if component.name.endswith("/") else ""
         self.unused.extend(f"{folder}{name}" for name in catalogue.facts.pop("unused", ()))
+        self.lacking.extend((name, dotted(component.root)) for name in catalogue.facts.pop("lacks", ()))
         if component.spare and (twin := twins.find(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
             model = f"`{dotted(twin.root)}`" if twin.root else "the model"

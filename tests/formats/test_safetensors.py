@@ -806,7 +806,8 @@ def test_files_of_a_state(tmp_path: Path) -> None:
     assert raw_bytes(z) == raw_bytes(state["shared"]["z"])
     assert {"a.b", "a.b#2", "__metadata__#2", r"\ud800.w"} <= stored["other"].keys()
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert without_checksums(file.metadata()) == {"format": "pt", "head.weight": "embed.weight"}
+        metadata = {"format": "pt", "ckpttool.state": "ckpttool.json", "head.weight": "embed.weight"}
+        assert without_checksums(file.metadata()) == metadata
 
 
 def test_model_of_a_state_from_pretrained(tmp_path: Path) -> None:
@@ -952,3 +953,24 @@ def test_the_missing_one_of_very_many(tmp_path: Path) -> None:
     names = _Listed(sharding.file_names("model", 99_999)[:-1])
     with pytest.raises(CorruptError, match=r"model-99999-of-99999\.safetensors` is not there"):
         model_files._open_listed(locate(str(tmp_path)), names)
+
+
+def test_a_training_state_without_its_state_file(tmp_path: Path) -> None:
+    """What it had beside tensors is lost: half of what is sent to a store, or a file that was not copied."""
+    state = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "lr": 0.1}}
+    torch.save(state, tmp_path / "state.pt")
+    ckpttool.convert(tmp_path / "state.pt", tmp_path / "state", to="safetensors")
+    (tmp_path / "state" / "ckpttool.json").unlink()
+    with pytest.raises(CorruptError, match=r"`ckpttool\.json` is missing"):
+        ckpttool.convert(tmp_path / "state", tmp_path / "out.pt")
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / "state" / "model.safetensors", tmp_path / "alone")
+    for source, options in (
+        (tmp_path / "state", {"only": ["model"]}),
+        (tmp_path / "state" / "model.safetensors", {}),
+        (tmp_path / "alone", {}),
+    ):
+        ckpttool.convert(source, tmp_path / "out.pt", overwrite=True, **options)
+        loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+        assert loaded.get("model", loaded)["w"].tolist() == [1, 1, 1]
+        assert any("a part of a training state" in str(warning) for warning in ckpttool.inspect(source).warnings)

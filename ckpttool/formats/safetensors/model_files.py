@@ -19,7 +19,7 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import charge
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.formats.safetensors import checksums, index, sharding
+from ckpttool.formats.safetensors import checksums, index, sharding, state_json
 from ckpttool.formats.safetensors.sharding import SUFFIX
 from ckpttool.serialization import safetensors_header, strict_json
 from ckpttool.serialization.safetensors_header import Header, HeaderEntry
@@ -29,7 +29,7 @@ from ckpttool.text import plural, some
 SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
-_NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY}
+_NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY, sharding.STATE}
 _SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes that weights and state of optimizers have
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -62,7 +62,7 @@ class HeaderMerger:
     def __init__(self, root: Location, layout: str) -> None:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
         self.metadata: dict[str, str] = {}
-        self._root = root
+        self._root, self._is_of_state = root, False
         self.sums: dict[str, int] = {}  # of files that have checksums
         self.tensors: dict[str, Tensor] = {}  # until `finish`
 
@@ -74,6 +74,7 @@ class HeaderMerger:
         path = self._root / name if given else self._root.inside(name)
         file, header = mount(self.catalogue, path, name, rank)
         self.metadata |= {k: v for k, v in header.metadata.items() if k not in _NO_REMARKS}
+        self._is_of_state |= header.metadata.get(sharding.STATE) == state_json.NAME
         if checksums.KEY in header.metadata:
             self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
@@ -111,6 +112,10 @@ class HeaderMerger:
             self.catalogue.add(self.tensors.pop(name))
         for tensor in self.tensors.values():
             self.catalogue.add(tensor)
+        if self._is_of_state and not (self._root / state_json.NAME).exists():
+            text = f"a part of a training state: `{state_json.NAME}`, which has all but the tensors, is not beside it"
+            self.catalogue.warnings.append(Warning("missing-part", text))
+            self.catalogue.facts["lacks"] = [state_json.NAME]
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
 from ckpttool.errors import LossError
-from ckpttool.formats.safetensors import checksums, index
+from ckpttool.formats.safetensors import checksums, index, state_json
 from ckpttool.formats.safetensors.state_json import TensorPlace
 from ckpttool.serialization import safetensors_header
 from ckpttool.serialization.safetensors_header import Spec
@@ -26,7 +26,8 @@ MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 p
 
 FORMAT_PT = {"format": "pt"}
 # Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
-RESERVED = frozenset({"format", "total_size", checksums.KEY})
+STATE = "ckpttool.state"  # the key of the metadata that has the name of the state file, which lies beside
+RESERVED = frozenset({"format", "total_size", checksums.KEY, STATE})
 ROOT = "ckpttool.root"  # the key of the metadata that has the keys around the model, as JSON
 _RAW = DTYPES["uint8"]
 
@@ -170,6 +171,8 @@ def plan_state(catalogue: Catalogue, max_size: int) -> Plan:
         if any(owners[t.path] is t for t in tensors):
             _add_group(plan, stems[part], _unique_names(tensors), owners, max_size, {})
     plan.places |= {path: plan.places[owner.path] for path, owner in owners.items()}
+    # What it was cannot be seen from the files of its parts, if the state file is lost, or not there yet.
+    plan.files = [file._replace(metadata={**file.metadata, STATE: state_json.NAME}) for file in plan.files]
     return plan
 
 
