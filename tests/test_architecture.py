@@ -284,7 +284,7 @@ WITH_OWN_FILES = (
     "analysis.logged",
     "analysis.losses",
     "resume.observe",
-    "resume.run_patterns",
+    "producers.run_patterns",
     "fleet.process",
     "analysis.audit.recipe",
     "resume.runs",

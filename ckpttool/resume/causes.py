@@ -357,7 +357,6 @@ class Causes:
         names = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
         how = self._drawn(kinds)
         more = f": {how}" if how else ""
-        rank = min(kinds, default=None)
         if other and data is None and may_follow and not kinds:
             return
         if other and data is None:
@@ -371,11 +370,17 @@ class Causes:
             text = f"; the RNG state{of} differs, too ({names}){more}" if kinds else ""
             yield RunDifference("data not restored", data + text, rank=other[0][0])
         elif kinds:
-            was = [self.before.rng(one) for one in range(self.before.world)]
-            taken = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
-            verb = "differs" if how and not taken else "was not restored"
-            message = f"the RNG state{of} {verb} ({names}){f': {taken}' if taken else more}"
-            yield RunDifference("rng not restored", message, part="rng", rank=rank)
+            yield self.lost(kinds)
+
+    def lost(self, kinds: dict[int, list[str]]) -> RunDifference:
+        """Return the difference of generators, by rank."""
+        names = ", ".join(sorted({kind for own in kinds.values() for kind in own}))
+        was, how = [self.before.rng(one) for one in range(self.before.world)], self._drawn(kinds)
+        taken = _taken("RNG state", {one: _place(was, self.after.rng(one)) for one in kinds})
+        verb = "differs" if how and not taken else "was not restored"
+        more = f": {taken or how}" if taken or how else ""
+        message = f"the RNG state of rank {', '.join(map(str, kinds))} {verb} ({names}){more}"
+        return RunDifference("rng not restored", message, part="rng", rank=min(kinds))
 
     def _drawn(self, kinds: dict[int, list[str]]) -> str:
         """Return which states of A the generators of ranks have instead, or how many numbers further; "" if unknown."""

@@ -26,9 +26,9 @@ from typing import Any
 from ckpttool.analysis.describe.counters import step_of
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
+from ckpttool.producers import run_patterns as patterns
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
-from ckpttool.resume import run_patterns as patterns
 from ckpttool.resume.observe.site import keep
 from ckpttool.storage import tree
 

@@ -464,6 +464,9 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
             f"not proven: run B was not seen to have {some(report.unseen)} as saved when it began on another number of "
             f"ranks, where the run that it is compared with may lack the same{_extent(report)}"
         )
+    elif report.unshown:
+        report.verdict = "unproven"
+        report.message = f"not proven: {'; '.join(report.unshown)}{_extent(report)}"
     elif missing := [one for one in report.cross if one not in report.crossed]:
         report.verdict = "unproven"
         words = ", ".join(f"`--cross {one.replace(' ', '-')}`" for one in missing)
@@ -493,8 +496,8 @@ def _extent(report: RunReport) -> str:
     aside = f" (not judged: {not_judged(report.unjudged, report.reasons)})" if report.unjudged else ""
     seen = "an epoch's end was not crossed" if report.has_loader else "no epoch's end was seen"
     crossed = f"; {seen}" if "epoch" in report.not_crossed else ""
-    alike = "; whether data and RNG states go on as in A is not judged on another number of ranks"
-    return f"{judged}{aside}{crossed}{alike if report.rule == 'control' else ''}"
+    alike = f"; {', '.join(report.goes_on)}" if report.goes_on else ""
+    return f"{judged}{aside}{crossed}{alike}"
 
 
 def not_judged(names: Sequence[str], reasons: Mapping[str, str]) -> str:

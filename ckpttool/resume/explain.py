@@ -47,7 +47,7 @@ class Explanation:
             # What was drawn has changed no weight, and may be in no checkpoint.
             found = found if any(one.part == "rng" for one in first.findings) else []
         if any(followed := [self._follows(one) for one in found]) and (
-            not all(followed) or self._of_the_script(names) or self._of_the_script(None)
+            not all(followed) or self.of_the_script(names) or self.of_the_script(None)
         ):
             found = [one for one, follows in zip(found, followed, strict=True) if not follows]
         differed = [one.message for one in found]
@@ -55,21 +55,21 @@ class Explanation:
             # The batch is another; where its loader is saved, its values say more.
             more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"][:1]
             if not more and any(one.kind == "data not restored" for one in found):
-                values = [text for _, text in self._of_the_script(None)]
+                values = [text for _, text in self.of_the_script(None)]
                 more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
             of_data = ("the data", "the batch")
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
-            of_script = [text for _, text in self._of_the_script(names) or self._of_the_script(None)]
+            of_script = [text for _, text in self.of_the_script(names) or self.of_the_script(None)]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
 
     def _follows(self, finding: RunDifference) -> bool:
         """Return whether a script has set a hyper-parameter, or weights, after the save and before its step began, both
         times to other values than the saved ones: as a learning rate that follows from a count, and a first pass."""
-        name, (after, before) = finding.name or "", (self.hooked["B"].states.get(1), self._after_save("A"))
+        name, (after, before) = finding.name or "", (self.hooked["B"].states.get(1), self.after_save("A"))
         if finding.kind == "hyper-parameter":
             saved = self._objects.get(name.partition(".")[2])
             return saved is not None and not any(identity.same(saved, one) for one in (finding.expected, finding.found))
@@ -77,43 +77,39 @@ class Explanation:
             return False
         # Of a shard, no checkpoint has the digest.
         moments = [one for one, kind in after.kinds.items() if kind.startswith("group") and not is_counter(one)]
-        is_whole = any(_before_forward(after, one) & self._digests for one in moments if not after.is_zero(one))
+        is_whole = any(_before_forward(after, one) & self.digests for one in moments if not after.is_zero(one))
         weights = [one for one in Causes(before, after, self.at + 1).differing if before.kinds[one] == "weight"]
         both = ({digest for one in weights for digest in state.digests(one)} for state in (before, after))
-        return is_whole and not any(digests <= self._digests for digests in both)
+        return is_whole and not any(digests <= self.digests for digests in both)
 
     def add_unloaded(self) -> None:
         """Add to the report what run B had not loaded when its first step began, where all that followed is as in the
         run that it is compared with."""
-        if self.report.rule == "control":
-            self.report.findings, self.report.unseen = self.on_other_ranks()
-            self.report.causes = [one.message for one in self.report.findings]
-        else:
-            self.report.not_loaded, self.report.begun_anew = self.not_loaded(), self.begun_anew()
+        self.report.not_loaded, self.report.begun_anew = self.not_loaded(), self.begun_anew()
 
     def not_loaded(self) -> list[str]:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
         followed is as in run A: it overwrites them, or does not use them."""
-        before, after = self._after_save("A"), self.hooked["B"].states.get(1)
+        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return []
         lost = {one for name in Causes(before, after, self.at + 1).differing for one in before.digests(name)}
         names: list[str] = []
         if lost := lost - _digests(after):
             others = {digested(one) for rank in range(after.world) for one in after.of_script("loose", rank)}
-            with SavedState(self._saved) as saved:
+            with SavedState(self.saved) as saved:
                 names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
-        return [*dict.fromkeys([*names, *(name for own, _ in self._of_the_script(None) for name in own)])]
+        return [*dict.fromkeys([*names, *(name for own, _ in self.of_the_script(None) for name in own)])]
 
     def on_other_ranks(self) -> tuple[list[RunDifference], list[str]]:
         """Return what of the checkpoint run B, on other ranks than A, had not when its first step began although A had
         it; and the names of what was seen in neither, and of values that are not those of A. The run that B is
         compared with may lack the same."""
-        before, after = self._after_save("A"), self.hooked["B"].states.get(1)
+        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return [], [f"the state of run {'A' if before is None else 'B'}"]
         lost, unseen = list[str](), list[str]()
-        with SavedState(self._saved) as saved:
+        with SavedState(self.saved) as saved:
             for name, tensor in saved.tensors.items():
                 own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits) for one in (before, after))
                 # An average may be in no module; what is in one has to be there, not in what was read alone.
@@ -122,16 +118,21 @@ class Explanation:
                     lost.append(own)
                 elif now is None and not any(_text(saved, name) in map(digested, one) for one in held):
                     unseen.append(name)
-        causes = Causes(before, after, self.at + 1, self.hooked["A"].states.get(1))
+        start = self.hooked["A"].states.get(1)
+        causes = Causes(before, after, self.at + 1, start)
         causes.differing = lost
         found = [one for one in causes if one.part in ("model", "optimizer", "scheduler", "scaler")]
-        values = [one for one in found if one.name not in lost]
+        # A value that is not as it was built may follow from the number of ranks.
+        built = start.values[0] if start is not None else {}
+        values = [
+            one for one in found if one.name not in lost and not identity.same(built.get(one.name or ""), one.found)
+        ]
         return [one for one in found if one not in values], [*unseen, *(one.name or one.message for one in values)]
 
     def begun_anew(self) -> list[str]:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
         when it had saved the step, and B began with as A did."""
-        states = self.hooked["A"].states.get(1), self._after_save("A"), self.hooked["B"].states.get(1)
+        states = self.hooked["A"].states.get(1), self.after_save("A"), self.hooked["B"].states.get(1)
         found: dict[str, list[int]] = {}
         if (world := min((one.world if one is not None else 0) for one in states)) == 0:
             return []
@@ -148,7 +149,7 @@ class Explanation:
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
         background is seen some steps later. None if it was."""
-        if self._after_save("A") is not None:
+        if self.after_save("A") is not None:
             return None
         return int(max(self._counters, default=self.starts.taken(self.at))) + 1
 
@@ -158,26 +159,26 @@ class Explanation:
         """Return what differed in run B when its first step began, and if nothing, why no cause follows from it."""
         b, name, when = self.report.runs[-1], self.reference.name, f"when step {self.at + 1} began"
         of_a, after, others = name == "A", self.hooked[b.name].states.get(1), self.hooked[name].states
-        start, again = (others.get(1), self._after_save("A2")) if of_a else (None, None)
+        start, again = (others.get(1), self.after_save("A2")) if of_a else (None, None)
         # A save in the background ends some steps later.
-        before = self._after_save("A") or again if of_a else others.get(1)
+        before = self.after_save("A") or again if of_a else others.get(1)
         if not after or not before:
             return f"the hook did not see the state of run {name if after else b.name} {when}", []
         names = sorted(before.unseen | after.unseen)
         but = f" ({some(names)} could not be seen)" if names else ""
-        known = start, again, others.values() if of_a else (), lambda: self._digests
+        known = start, again, others.values() if of_a else (), lambda: self.digests
         found = [*Causes(before, after, self.at + 1, *known)]
         for one in found:
             # What is saved before a scheduler steps, or while training goes on, is not what the next step begins with.
             name, is_value = one.name or "", one.part in ("optimizer", "scheduler") and one.found is not None
             was, now = (_before_forward(state, name) for state in (before, after))
-            is_of_save = bool(now) and now <= self._digests and not was <= self._digests
+            is_of_save = bool(now) and now <= self.digests and not was <= self.digests
             if is_of_save or (is_value and identity.same(self._objects.get(name.partition(".")[2]), one.found)):
                 one.message = one.message.replace("was not restored", "is as it was saved", 1)
                 one.message = one.message.replace("were not restored", "are as they were saved", 1)
         return f"all that the hook saw of run {b.name} {when} is as in run {name}{but}", found
 
-    def _after_save(self, name: str) -> RunState | None:
+    def after_save(self, name: str) -> RunState | None:
         """Return the state of an uninterrupted run where the first step began after it had saved step `at`; None if
         that was not seen, or if its steps are not those that the checkpoint counts."""
         if name not in self.hooked:
@@ -192,7 +193,7 @@ class Explanation:
     def _others_of(self, state: RunState) -> int:
         """Return how many weights of a state are not those of the checkpoint."""
         names = [name for name, kind in state.kinds.items() if kind == "weight"]
-        return sum(self._digests.isdisjoint(state.digests(name)) for name in names)
+        return sum(self.digests.isdisjoint(state.digests(name)) for name in names)
 
     def _other_checkpoint(self) -> int | None:
         """Return the step of another checkpoint of A whose state B had when its first step began; None if there is
@@ -206,7 +207,7 @@ class Explanation:
             return all(state.digests(name) == after.digests(name) for name in alike if state.kinds[name] != "buffer")
 
         others = [step for step, number in began.items() if step != self.at and is_of_b(a.get(number or 0))]
-        own = self._after_save("A") or self._after_save("A2") or a.get(began.get(self.at) or 0)
+        own = self.after_save("A") or self.after_save("A2") or a.get(began.get(self.at) or 0)
         return others[0] if others and not is_of_b(own) else None
 
     def _later_cause(self) -> str | None:
@@ -224,36 +225,36 @@ class Explanation:
     # The checkpoint of the resume -------------------------------------------------------------------------------------
 
     @property
-    def _saved(self) -> str:
+    def saved(self) -> str:
         """The checkpoint of the step of the resume, of A if it was saved there."""
         return next(run.paths[self.at] for run in self.report.runs if self.at in run.paths)
 
     @cached_property
     def _counters(self) -> set[float]:
         """The step counters of its optimizers."""
-        return counters(self._saved)
+        return counters(self.saved)
 
     @cached_property
-    def _digests(self) -> set[str]:
+    def digests(self) -> set[str]:
         """The digests of its tensors, as the hook takes them of whole ones."""
-        with SavedState(self._saved) as saved:
+        with SavedState(self.saved) as saved:
             return {digest for one in saved.every.values() for digest in _of(one)}
 
     @cached_property
     def _objects(self) -> dict[str, Any]:
         """Its values by their names in the part that they belong to."""
-        with SavedState(self._saved) as saved:
+        with SavedState(self.saved) as saved:
             return {name.partition(".")[2]: value for name, value in saved.objects.items()}
 
-    def _of_the_script(self, names: Collection[str] | None) -> list[tuple[list[str], str]]:
+    def of_the_script(self, names: Collection[str] | None, run: str = "B") -> list[tuple[list[str], str]]:
         """Return which tensors and values of the checkpoint, and of the files beside it, the script of A had when the
         first step after the resume began, and that of B had not; of values of the checkpoint those that differ later,
         `names`, or if that is None all which are variables of the same name."""
-        before, after = self._after_save("A") or self._after_save("A2"), self.hooked["B"].states.get(1)
+        before, after = self.after_save("A") or self.after_save("A2"), self.hooked[run].states.get(1)
         if before is None or after is None:
             return []
         lost = [_lost(before, after, rank) for rank in range(min(before.world, after.world))]
-        values = _values(self._saved, lost, after)
+        values = _values(self.saved, lost, after)
         judged = {*self.report.unproven, *(names if names is not None else {*values} - {*self.report.unjudged})}
         found = _not_restored(values, judged, lost, before, after, self.at, are_named=names is None)
         for name, path in self.starts.seen["A"].beside(self.at).items():

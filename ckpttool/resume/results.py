@@ -172,7 +172,7 @@ class Saved:
 class ScriptRun:
     """One run of the command."""
 
-    name: str  #: `A` (uninterrupted), `A2` (A repeated), `B` (stopped and resumed) or `control` (by torch's DCP)
+    name: str  #: `A` (uninterrupted), `A2` (again), `B` (resumed), `control` (by DCP), `fresh` or `B0` (other ranks)
     command: list[str]  #: words of the command; of B, of the one that resumed
     folder: str  #: output directory
     log: str  #: file with its output
@@ -285,6 +285,8 @@ class RunReport(Outcome):
     unproven: list[str] = field(default_factory=list)  #: values that differ in B, and nothing explains why
     not_loaded: list[str] = field(default_factory=list)  #: what B did not have when it began, without effect
     unseen: list[str] = field(default_factory=list)  #: what B on other ranks was not seen to have of the checkpoint
+    unshown: list[str] = field(default_factory=list)  #: what else is not proven, and why, for people
+    goes_on: list[str] = field(default_factory=list)  #: what B on other ranks was seen to go on with, for people
     begun_anew: list[str] = field(default_factory=list)  #: numbers of the script that B counts anew, without effect
     values: int = 0  #: number of tensors and values of the last checkpoint that was compared
     judged: int = 0  #: of these, those that are judged

@@ -29,6 +29,7 @@ from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
 from ckpttool.resume import arguments, beside, compare, controls, ways, window
 from ckpttool.resume.commands import Commands, parse
+from ckpttool.resume.elastic import Elastic
 from ckpttool.resume.explain import Explanation
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
 from ckpttool.resume.starts import COPY, SIGNALS, RunEnded, Starts
@@ -180,7 +181,7 @@ def _plan(starts: Starts) -> list[ScriptRun]:
 
 def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *, has_controls: bool) -> None:
     """Run all that is needed for a verdict, and compare."""
-    report = starts.report
+    report, starts.to_world = starts.report, to_world
     a = starts.uninterrupted("A")
     _choose(starts, a)
     _check_saved(starts, a)
@@ -241,7 +242,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
     if to_world is not None:
         compare.add_drift(report, a, b)
     if compare.is_same(report, starts.excused):
-        Explanation(starts, reference).add_unloaded()
+        _judge_begun(starts, reference, origin)
     if has_controls and compare.is_same(report, starts.excused):
         _resume_again(starts, reference, b, to_world)
     if has_controls and compare.is_same(report, starts.excused):
@@ -254,6 +255,15 @@ def _check_training(starts: Starts, a: ScriptRun, saved: ScriptRun) -> None:
     is_trained = any(len({one.parameters for one in own if one.step > taken}) > 1 for own in steps)
     starts.misplaced = compare.check_training(a, saved, starts.report.at, is_trained=is_trained)
     starts.report.notes += [starts.misplaced] if starts.misplaced else []
+
+
+def _judge_begun(starts: Starts, reference: ScriptRun, origin: str) -> None:
+    """Judge what B had when its first step began, where all that followed is as in the run that it is compared with."""
+    explanation = Explanation(starts, reference)
+    if starts.to_world is not None:
+        Elastic(starts, explanation, origin, starts.to_world).judge()
+    else:
+        explanation.add_unloaded()
 
 
 def _resume_again(starts: Starts, reference: ScriptRun, b: ScriptRun, to_world: int | None) -> None:

@@ -86,6 +86,7 @@ class Starts:
     excused: Unrepeated = field(default_factory=Unrepeated)  # what the command does not repeat
     changing: Callable[[], Collection[str]] = tuple  # values that training changes
     misplaced: str | None = None  # why the checkpoint that B resumes from is of another step
+    to_world: int | None = None  # ranks that B resumes on, if they are not as many as those of A
     _recording: str = ""  # the folder that the hook of the run that goes on writes to
 
     @property
@@ -123,13 +124,16 @@ class Starts:
         self.seen[name] = Checkpoints(pattern, self.out, os.path.join(self.folder, name, kept))
         return self.seen[name]
 
-    def uninterrupted(self, name: str) -> ScriptRun:
-        """Run the command to the last step. Raises UsageError, or RunEnded if a run before it came to its end."""
+    def uninterrupted(self, name: str, world: int | None = None) -> ScriptRun:
+        """Run the command to the last step, on as many ranks as A if no other number is given. Raises UsageError, or
+        RunEnded if a run before it came to its end."""
         self.begin(name)
         until = f"{self.report.until} steps" if self.report.until else "until enough is saved, or to its end"
         self.tell(f"run {name}: trains {until}")
         log = os.path.join(self.folder, name, "log.txt")
-        run = ScriptRun(name, self.words(self.limited(self.report.until)), self.written(name), log, self.world)
+        values = {"world": str(world)} if world is not None else {}
+        words = self.words(self.limited(self.report.until), **values)
+        run = ScriptRun(name, words, self.written(name), log, world if world is not None else self.world)
         self._to_the_end(run)
         self.pattern = self.seen[name].pattern  # which is that of all others
         return run
@@ -198,12 +202,13 @@ class Starts:
         self._to_the_end(run)
         self._look_for_resume(run, saved)
 
-    def taken(self, step: int, *, counted: bool = False) -> int:
-        """Return how many optimizer steps A had taken when it had saved a step. With `counted`, as many as the
-        optimizers in the checkpoint have if these are fewer: a save in the background is seen some steps later."""
-        began = self.seen["A"].began().get(step)
+    def taken(self, step: int, run: ScriptRun | None = None, *, counted: bool = False) -> int:
+        """Return how many optimizer steps A, or another run, had taken when it had saved a step. With `counted`, as
+        many as the optimizers in the checkpoint have if these are fewer: a save in the background is seen some steps
+        later."""
+        began = self.seen[run.name if run is not None else "A"].began().get(step)
         taken = began - 1 if began is not None else step
-        path = self._of_a(step) if counted else None
+        path = (run.paths.get(step) if run is not None else self._of_a(step)) if counted else None
         return min(int(max(counters(path), default=0)) or taken, taken) if path is not None else taken
 
     def taken_by(self, step: int, *, counted: bool = False) -> dict[str, int]:
@@ -298,6 +303,7 @@ class Starts:
             keep=(self.out, found.kept_in),
             is_resumed=is_resumed,
             is_backwards=is_other,
+            is_by_sample=self.to_world is not None,
             is_rounded=name == "A2",  # which is run only where B differs
             control=self.control,
         )

@@ -116,7 +116,15 @@ class RunState:
 
         of_part: dict[str, set[str]] = {}
         for name in self.kinds:
-            ranks, volumes = [one[name] for one in self.tensors if name in one], dict[str, int]()
+            if any(self.buffers):  # before the forward pass
+                ranks = [
+                    {**one[name], **own.get(name, {})}
+                    for one, own in zip(self.tensors, self.buffers, strict=True)
+                    if name in one
+                ]
+            else:
+                ranks = [one[name] for one in self.tensors if name in one]
+            volumes = dict[str, int]()
             for one in ranks if all((one["dtype"], one["shape"]) == (dtype, [*shape]) for one in ranks) else ():
                 offsets, sizes = one.get("box") or ([0] * len(shape), [*shape])
                 key = f"{offsets}{sizes}"

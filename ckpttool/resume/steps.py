@@ -19,7 +19,7 @@ from ckpttool.resume.observe import Hooked, Observed
 from ckpttool.resume.results import Compared, Loss, Outcome, RunDifference, Step
 from ckpttool.resume.states import same_batch
 
-LOSS, RNG = "loss", "RNG state"
+LOSS, RNG, SAMPLES = "loss", "RNG state", "samples"
 # In the order in which a step happens.
 TITLES = ("next batch", LOSS, "gradient norm", "learning rate", "parameters", RNG)
 _FOLLOWS = (LOSS, "gradient norm", "parameters")  # what comes of another batch, and of another loss
@@ -69,8 +69,8 @@ def of_hook(hooked: Hooked, taken: Mapping[str, int] | int) -> Steps:
             numbers[name] += 1
             # What was trained on: some loaders fetch a batch ahead, and two in the first step after a resume.
             seen = (one.batch or one.fetched, one.loss, one.gradient_norm, one.lr, one.parameters, one.rng)
-            for title, value in zip(TITLES, seen, strict=True):
-                found[numbers[name]][title][rank, name] = value
+            for title, value in zip((*TITLES, SAMPLES), (*seen, one.samples), strict=True):
+                found[numbers[name]].setdefault(title, {})[rank, name] = value
     return found
 
 

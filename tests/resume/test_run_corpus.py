@@ -16,6 +16,7 @@ _QUICK = (
     *("hidden state:bank", "stages:frozen", "unused:best weights", "turns", "twins", "async", "torn:torn moments"),
     *(
         "values of ranks, ddp:skipped of rank 1",
+        "ddp from 2 to 1 ranks, a batch of each:data",
         "warm-up:average",
         "observers:successes",
         "schedule-free:patience not saved",

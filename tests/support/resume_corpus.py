@@ -44,7 +44,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A way to train and to save: its command, where its checkpoints are, and how it resumes."""
+    """A way to train and to save: its command, where its checkpoints are, and how it resumes. With `worlds`, it trains
+    on some ranks and resumes on others."""
 
     name: str
     style: str
@@ -58,6 +59,7 @@ class Script:
     needs: str = "torch"
     expects: str = "same"
     is_long: bool = False
+    worlds: tuple[int, int] | None = None
 
     @property
     def command(self) -> list[str]:
@@ -98,6 +100,7 @@ def verify(script: Script, fault: Fault | None = None, *, is_forked: bool = Fals
 
         around = forked(str(SCRIPTS))
     given = {"at": at, "until": until, "checkpoints": script.checkpoints, "resume_with": script.resume, **more}
+    given |= dict(zip(("world", "to_world"), script.worlds or (), strict=False))
     began = time.monotonic()
     outcome = Outcome(script.name, fault.name if fault is not None else "", "error", "")
     try:
@@ -212,6 +215,7 @@ def _saves(style: str, text: str, checkpoints: str | None, faults: tuple[Fault, 
 _AUTO = "... --resume auto"
 _STEP = "OUT/ckpt-{step}.pt"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+_TORCHRUN_OF = tuple("{world}" if word == "2" else word for word in _TORCHRUN)
 CORPUS = (
     _saves(
         "one file",
@@ -982,6 +986,52 @@ CORPUS = (
         ),
         launcher=_TORCHRUN,
         is_long=True,
+    ),
+    *(
+        Script(
+            f"{wrap} from {worlds[0]} to {worlds[1]} ranks, a batch of {share}",
+            f"{wrap.upper()} that resumes on another number of ranks; samples are counted "
+            f"{'over all' if share == 'all' else 'on each'}, each rank has its random state",
+            ("train_worlds.py", "--wrap", wrap, "--share", share, "--out", "OUT"),
+            "OUT/at-{step}",
+            (
+                Fault("data", "data starts over", r"the data restarted", r"seen"),
+                Fault("one batch on", "one batch skipped", r"the data is off by \+", r"seen"),
+                Fault("rng", "no RNG state restored", r"RNG state of rank [01, ]+ .*torch"),
+                *(
+                    (
+                        Fault("rng of rank 1", "torch's RNG of rank 1 not restored", r"RNG state of rank 1 .*torch"),
+                        Fault("rng of rank 0 on all", "all ranks get the RNG of rank 0", r"rank 1 has the RNG.*rank 0"),
+                    )
+                    if worlds[1] > 1
+                    else ()
+                ),
+                (
+                    Fault("moments", "first moments zeroed", r"moments of the optimizer.*zero")
+                    if wrap == "fsdp2"
+                    else Fault("optimizer", "optimizer not loaded", r"optimizer was not loaded", r"learning rate")
+                ),
+                Fault("scheduler", "scheduler not loaded", r"scheduler was not restored", r"learning rate"),
+                Fault("best", "best loss not loaded", r"best` was not restored"),
+                Fault("average", "the running mean of losses not loaded", r"loss_ema` was not restored"),
+                *(
+                    (Fault("ranks of the save", "shared among as many ranks as saved", r"samples", expects="told"),)
+                    if share == "all"
+                    else (Fault("as many ranks", "the place follows from other ranks", r"data is off by", r"seen"),)
+                    if worlds[1] > worlds[0]
+                    else ()
+                ),
+            ),
+            launcher=_TORCHRUN_OF,
+            is_long=True,
+            worlds=worlds,
+        )
+        for wrap, share, worlds in (
+            ("ddp", "all", (2, 3)),
+            ("ddp", "each", (2, 1)),
+            ("fsdp2", "all", (3, 2)),
+            ("fsdp2", "each", (2, 3)),
+        )
     ),
     *(
         Script(

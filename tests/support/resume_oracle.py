@@ -31,15 +31,27 @@ _DATED = re.compile(r"\d{4}-\d\d-\d\d_[\d-]+/")
 
 
 def differing(script: Script, fault: Fault | None, folder: Path) -> list[str]:
-    """Return the names of values that differ between a run that went on and one that was stopped and resumed."""
+    """Return the names of values that differ between a run that went on and one that was stopped and resumed; on
+    another number of ranks, between one that resumed without the fault and one with it."""
     whole, stopped = folder / "whole", folder / "stopped"
     at, until = window_of(script, fault)
-    _run(script, fault, script.command, whole, until)
-    _run(script, fault, script.command, stopped, at)
-    _run(script, fault, script.resumed(stopped, _saved_at(script, stopped, at)), stopped, until, seed="2")
+    if script.worlds is None:
+        _run(script, fault, script.command, whole, until)
+    else:
+        _run(script, None, _on(script.worlds[0], script.command), whole, at)
+        resumed = script.resumed(whole, _saved_at(script, whole, at))
+        _run(script, None, _on(script.worlds[1], resumed), whole, until)
+    world = script.worlds or (0, 0)
+    _run(script, fault, _on(world[0], script.command), stopped, at)
+    resumed = script.resumed(stopped, _saved_at(script, stopped, at))
+    _run(script, fault, _on(world[1], resumed), stopped, until, seed="2")
     one, other = (dict(_values(each)) for each in (whole, stopped))
     names = sorted(one.keys() | other.keys())
     return [name for name in names if not _same(one.get(name), other.get(name)) and not _ASIDE.search(name)]
+
+
+def _on(world: int, words: list[str]) -> list[str]:
+    return [word.replace("{world}", str(world)) for word in words]
 
 
 def _saved_at(script: Script, out: Path, at: int) -> Path:

@@ -32,6 +32,7 @@ def environment(
     is_resumed: bool = False,
     is_backwards: bool = False,
     is_rounded: bool = False,
+    is_by_sample: bool = False,
     control: str = "",
     present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
@@ -40,7 +41,7 @@ def environment(
     The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
     directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
     recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller dtypes. With
-    `is_backwards` directories are listed in the opposite order.
+    `is_backwards` directories are listed in the opposite order; with `is_by_sample` each sample has a digest.
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
     as would one whose data come from a set. Of ranks `known[0]` and above nothing was saved, and their seed is
@@ -57,7 +58,7 @@ def environment(
         "keep": keep,
     }
     settings |= {"is_resumed": is_resumed, "is_rounded": is_rounded, "control": control}
-    settings |= {"known": known, "is_backwards": is_backwards}
+    settings |= {"known": known, "is_backwards": is_backwards, "is_by_sample": is_by_sample}
     switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
     return {
         "PYTHONPATH": os.pathsep.join([SITE, *filter(None, [present.get("PYTHONPATH")])]),
@@ -84,6 +85,7 @@ class Observed:
     rng: dict[str, str]  # digests, after the step
     parameters: str  # digest of the shards of this rank, after the step
     between: dict[str, Any] | None = None  # what changed since the step before: whether something was saved, events
+    samples: list[str] = field(default_factory=list)  # digests of the samples in the batch, if they are asked for
 
 
 @dataclass(slots=True)

@@ -83,7 +83,13 @@ step = 0
 
 def save(path):
     model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optim": optim_state, "scheduler": scheduler.state_dict(), "step": step}
+    state = {
+        "model": model_state,
+        "optim": optim_state,
+        "scheduler": scheduler.state_dict(),
+        "step": step,
+        "world": world,
+    }
     state |= {"dataloader": {f"rank{rank}": data.state_dict()}, "rng": {f"rank{rank}": torch.get_rng_state()}}
     dcp.save(state, checkpoint_id=path)
 
@@ -91,7 +97,7 @@ def save(path):
 def load(path):
     global step
     model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optim": optim_state, "scheduler": scheduler.state_dict(), "step": 0}
+    state = {"model": model_state, "optim": optim_state, "scheduler": scheduler.state_dict(), "step": 0, "world": 0}
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     is_new = f"rng.rank{rank}" not in saved
     if not is_new:
@@ -100,11 +106,11 @@ def load(path):
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     scheduler.load_state_dict(state["scheduler"])
     step = state["step"]
-    if is_new:
-        data.position = 2 * rank + 2 * world * step
-    else:
+    if not is_new:
         data.load_state_dict(state["dataloader"][f"rank{rank}"])
         torch.set_rng_state(state["rng"][f"rank{rank}"])
+    if state["world"] != world:  # behind what all ranks have seen
+        data.position = 2 * rank + 2 * state["world"] * step
 
 
 if args.resume:

@@ -31,7 +31,7 @@ _PART = 1 << 16  # elements that are squared at once
 _UNSAVED = 8  # times that nothing was saved between two steps, at which it is looked at what changed there
 
 
-def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = None) -> None:
+def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = None) -> "Observer":
     """Do what the settings of `observe.environment` ask for, and write down what was done. `keeper` keeps what is
     saved."""
     import torch
@@ -45,8 +45,10 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
             note(what, error)
     # What imports have made is not searched for what lives in the process: no module and no tensor is there yet.
     gc.freeze()
-    Observer(settings, note, torch, keeper).start()
+    observer = Observer(settings, note, torch, keeper)
+    observer.start()
     write(settings["folder"], {"did": did})
+    return observer
 
 
 def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -108,6 +110,8 @@ class Observer:
         self._made: list[weakref.ref[Any]] = []  # all optimizers, in the order in which they were made
         self._losses: list[float] = []
         self._inputs: list[str] = []
+        self._samples: list[str] = []
+        self._is_by_sample = settings["is_by_sample"]
         self._fetched: list[str] = []
         self._norm: float | None = None
         self._in_module = self._in_backward = False
@@ -178,17 +182,27 @@ class Observer:
     def _watch_loads(self) -> None:
         """Watch what restores a state: a forward pass before it, as one that creates lazy parameters, is of no step."""
         for owner, name in ((self._torch, "load"), (self._torch.nn.Module, "load_state_dict")):
-            load: Callable[..., Any] = getattr(owner, name)
+            self._watch_load(owner, name)
 
-            @functools.wraps(load)
-            def observed(*args: Any, _load: Callable[..., Any] = load, **kwargs: Any) -> Any:
-                result = _load(*args, **kwargs)
-                self._is_loaded = self._recorder.count == 0
-                if isinstance(result, dict):
-                    self._recorder.loaded.add(id(result))
-                return result
+    def watch_dcp(self) -> None:
+        """Watch what DCP loads into: a dict that a script made for it."""
+        for name in ("torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint"):
+            if hasattr(sys.modules.get(name), "load"):
+                self._try(self._watch_load, sys.modules[name], "load")
 
-            setattr(owner, name, observed)
+    def _watch_load(self, owner: Any, name: str) -> None:
+        load: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(load)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            self._is_loaded = self._recorder.count == 0
+            into = kwargs.get("state_dict", args[0] if args else None) if result is None else result
+            if isinstance(into, dict):
+                self._recorder.loaded.add(id(into))
+            return result
+
+        setattr(owner, name, observed)
 
     def _watch_loaders(self) -> None:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -237,6 +251,8 @@ class Observer:
     def _see_inputs(self, args: Any, kwargs: Any) -> None:
         if digest := self._digest((args, kwargs)):
             self._inputs.append(digest)
+        if self._is_by_sample:
+            self._samples += self._samples_of((args, kwargs))
 
     def _see_fetched(self, batch: Any) -> None:
         if not self._has_loader and self._torch.is_grad_enabled():
@@ -263,7 +279,7 @@ class Observer:
         if self._backward or self._is_loaded or not self._recorder.is_forward_seen:
             is_between = self._look_for_saves() and self._backward > 0
             if is_between:  # saved between the micro batches of a step: a run that resumes there has the rest of them
-                self._inputs, self._fetched = [], []
+                self._inputs, self._samples, self._fetched = [], [], []
             is_anew, self._is_loaded = is_between or self._is_loaded, False
             self._recorder.begin_forward(module, is_saved=self._is_saved, is_anew=is_anew)
         if self._after is not None:
@@ -305,7 +321,7 @@ class Observer:
             self._lr[id(optimizer)], self._backward = rates, 0
             self._events.clear()
         if not self._observe:
-            self._inputs, self._fetched = [], []
+            self._inputs, self._samples, self._fetched = [], [], []
 
     def _count_step(self, optimizer: Any) -> None:
         if self._torch.compiler.is_compiling():  # a step that is compiled whole may have no write in its graph
@@ -344,13 +360,14 @@ class Observer:
             "gradient_norm": self._norm,
             "lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "batch": " ".join(self._inputs[-_INPUTS:]) or None,
+            "samples": self._samples,
             "fetched": self._fetched,
             "rng": states,
             "parameters": parameters,
             "between": self._between,
         }
         write(self._folder, {"step": record})
-        self._losses, self._inputs, self._fetched, self._between = [], [], [], None
+        self._losses, self._inputs, self._samples, self._fetched, self._between = [], [], [], [], None
 
     def _name(self, optimizer: Any) -> str:
         """Return what an optimizer is called in each run and on each rank, whichever steps first: its class, how many
@@ -368,14 +385,33 @@ class Observer:
         tensors = (one for group in optimizer.param_groups for one in group["params"])
         return sha("".join(digest(self._torch, one)["sha256"] for one in tensors).encode())
 
+    def _given(self, values: Any) -> Iterator[Any]:
+        """Yield the tensors in nested values that have no gradient."""
+        for value in self._torch.utils._pytree.tree_leaves(_plain(values)):
+            if isinstance(value, self._torch.Tensor) and not value.requires_grad and not value.is_meta:
+                yield value
+
+    def _samples_of(self, values: Any) -> list[str]:
+        """Return the digests of the samples in nested values: what tensors have at one place of their first dimension,
+        whose size is that of the first such tensor."""
+        flats = [(local(one), flat_on_cpu(one)) for one in self._given(values) if one.ndim and has_elements(local(one))]
+        count = len(flats[0][0]) if flats else 0
+        samples = [hashlib.sha256() for _ in range(count)]
+        for own, flat in [(own, flat) for own, flat in flats if len(own) == count and flat.numel()]:
+            data, kind = memoryview(elements(flat)).cast("B"), f"{own.dtype}{list(own.shape[1:])}".encode()
+            size = len(data) // count
+            for at, sample in enumerate(samples):
+                sample.update(kind)
+                sample.update(data[at * size : (at + 1) * size])
+        return [sample.hexdigest()[:DIGITS] for sample in samples]
+
     def _digest(self, values: Any) -> str | None:
         """Return the digest of the tensors in nested values that have no gradient; None if there are none."""
         whole, any_ = hashlib.sha256(), False
-        for value in self._torch.utils._pytree.tree_leaves(_plain(values)):
-            if isinstance(value, self._torch.Tensor) and not value.requires_grad and not value.is_meta:
-                whole.update(f"{value.dtype}{list(value.shape)}".encode())
-                whole.update(elements(flat) if has_elements(local(value)) and len(flat := flat_on_cpu(value)) else b"")
-                any_ = True
+        for value in self._given(values):
+            whole.update(f"{value.dtype}{list(value.shape)}".encode())
+            whole.update(elements(flat) if has_elements(local(value)) and len(flat := flat_on_cpu(value)) else b"")
+            any_ = True
         return whole.hexdigest()[:DIGITS] if any_ else None
 
 

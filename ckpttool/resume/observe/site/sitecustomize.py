@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -82,26 +83,35 @@ def _hook() -> None:
     try:
         if _keeper is not None:
             _keeper.watch(sys.modules["torch"])
-        _load("hook").install(_SETTINGS, _failed, _keeper)
+        observer = _load("hook").install(_SETTINGS, _failed, _keeper)
+        after_import("torch.distributed.checkpoint.state_dict_loader", observer.watch_dcp)
     except Exception as error:
         _failed("the hook", error)
 
 
-class _WaitForTorch:
-    """Finds torch as Python would, and calls the hook as soon as it is imported."""
+def after_import(name: str, what: Callable[[], object]) -> None:
+    """Call something as soon as a module is imported; now if it is."""
+    if name in sys.modules:
+        what()
+    else:
+        sys.meta_path.insert(0, _Wait(name, what))
 
-    def __init__(self) -> None:
-        self._finding = False
+
+class _Wait:
+    """Finds a module as Python would, and calls something as soon as it is imported."""
+
+    def __init__(self, name: str, what: Callable[[], object]) -> None:
+        self._name, self._what, self._finding = name, what, False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         # It may be looked for long before it is imported: whether it is there, is all that some ask.
-        if name != "torch" or self._finding:
+        if name != self._name or self._finding:
             return None
         import importlib.util
 
         self._finding = True
         try:
-            spec = importlib.util.find_spec("torch")
+            spec = importlib.util.find_spec(name)
         finally:
             self._finding = False
         loader: Any = spec.loader if spec is not None else None
@@ -113,12 +123,12 @@ class _WaitForTorch:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             loader.exec_module(module)
-            _hook()
+            self._what()
 
         try:
             loader.exec_module = exec_module
         except AttributeError as error:
-            _failed("the import of torch", error)
+            _failed(f"the import of {name}", error)
         return spec
 
 
@@ -156,7 +166,7 @@ if _SETTINGS and __name__ == "sitecustomize":
             if _SETTINGS["is_backwards"]:
                 list_backwards()
         _keep()
-        sys.meta_path.insert(0, _WaitForTorch())
+        sys.meta_path.insert(0, _Wait("torch", _hook))
         _write_lines()
     except Exception as error:
         _failed("the start", error)

@@ -1,0 +1,270 @@
+"""Judges a run that resumed on another number of ranks than saved. The run that it is compared with has the same code,
+and could lack the same; so what it had when its first step began is compared with A, too.
+
+    tensors     of the checkpoint: each is in memory, whole or as the shards of the ranks
+    data        the samples of all ranks in each step: those that A went on with, in other portions; or those of a run
+                from its start on the new number of ranks (`fresh`) at the same steps
+    generators  each rank that A had has its state, or that of `fresh`
+    values      of the script, which the checkpoint has and A changed: as A had them, or as in `fresh`. What a resume on
+                as many ranks as saved (`B0`) lacks, too, and is exact without, has no effect
+
+`fresh` and `B0` are run only if something is not as in A. What can be judged by neither is not proven.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+from ckpttool.analysis.saved_state import SavedState
+from ckpttool.catalogue import identity, parts
+from ckpttool.resume import compare
+from ckpttool.resume.causes import Causes
+from ckpttool.resume.explain import Explanation
+from ckpttool.resume.results import RunDifference, ScriptRun
+from ckpttool.resume.starts import RunEnded, Starts
+from ckpttool.resume.states import RunState
+from ckpttool.resume.steps import SAMPLES, Steps, of_hook
+from ckpttool.text import plural
+
+Portion = Counter[str]
+FRESH, AS_SAVED = "fresh", "B0"
+
+
+@dataclass
+class Elastic:
+    """What run B is judged by on `world` ranks, in whose report what differs, what is not proven and what goes on is
+    added. The checkpoint that it resumed from was saved by the run `origin`."""
+
+    starts: Starts
+    explanation: Explanation
+    origin: str
+    world: int
+    goes_on: list[str] = field(default_factory=list)
+
+    def judge(self) -> None:
+        """Judge everything, and add to the report what comes of it."""
+        report = self.starts.report
+        found, report.unseen = self.explanation.on_other_ranks()
+        a, b = self._state("A"), self._state("B")
+        if a is not None and b is not None:
+            found += [*self._data(), *self._generators(a, b), *self._values()]
+        report.findings += found
+        report.causes = [one.message for one in found]
+        report.goes_on = self.goes_on
+
+    def _state(self, name: str) -> RunState | None:
+        """Return the state of a run where its first step began after it had resumed, or saved the step of that."""
+        if name in ("A", "A2"):
+            return self.explanation.after_save(name)
+        states = self.starts.hooked[name].states
+        return states.get(1) if name != FRESH else states.get(self.starts.seen[name].began("number").get(self._at) or 0)
+
+    @property
+    def _at(self) -> int:
+        return self.starts.report.at
+
+    @cached_property
+    def _fresh(self) -> ScriptRun | None:
+        """A run from its start on the new number of ranks; None if it failed."""
+        try:
+            run = self.starts.uninterrupted(FRESH, self.world)
+        except RunEnded as ended:
+            self.starts.report.note(f"no run from its start on {plural(self.world, 'rank')}: {ended.failure.message}")
+            return None
+        self._add(run, self.starts.report.until)
+        return run
+
+    def _add(self, run: ScriptRun, steps: int) -> None:
+        report = self.starts.report
+        report.runs.insert(1, run)
+        report.cost.runs, report.cost.steps = report.cost.runs + 1, report.cost.steps + steps
+
+    # Data -------------------------------------------------------------------------------------------------------------
+
+    def _steps(self, name: str) -> Steps:
+        return of_hook(self.starts.hooked[name], 0)
+
+    def _data(self) -> Iterator[RunDifference]:
+        report, own = self.starts.report, [*_portions(self._steps("B"))]
+        if not any(own):
+            report.unshown.append("what run B was trained on was not seen")
+            return
+        of_a, taken = [*_portions(self._steps("A"))], self.starts.taken(self._at, counted=True)
+        if _follows(of_a[taken:], own):
+            self.goes_on.append("the data go on as in run A")
+            return
+        places = {"A": (taken, of_a)}
+        if (fresh := self._fresh) is not None:
+            places[FRESH] = self.starts.taken(self._at, fresh, counted=True), [*_portions(self._steps(FRESH))]
+            since, portions = places[FRESH]
+            if _are_equal(portions[since:], own) or self._has_batches_of_fresh(since):
+                self.goes_on.append(f"the data are those of a run from its start on {plural(self.world, 'rank')}")
+                return
+        for name, (since, portions) in places.items():
+            firsts = [first for first in range(len(portions)) if _follows(portions[first:], own)]
+            if firsts:
+                first = min(firsts, key=lambda one: (one != 0, abs(one - since)))
+                of = "run A" if name == "A" else f"a run from its start on {plural(self.world, 'rank')}"
+                how = "restarted" if first == 0 else f"is off by {first - since:+d} steps"
+                message = f"the data {how}: the samples of step {since + 1} are those of step {first + 1} of {of}"
+                yield RunDifference("data not restored", message, step=self._at + 1)
+                return
+        than = f"a run from its start on {plural(self.world, 'rank')}"
+        report.unshown.append(
+            f"the samples of run B are neither those that run A went on with, nor those of {than} at the same steps"
+        )
+
+    def _has_batches_of_fresh(self, since: int) -> bool:
+        """Return whether each rank had the batches of `fresh` where samples could not be told apart."""
+        later = {number - since: seen for number, seen in self._steps(FRESH).items() if number > since}
+        pairs = [
+            (seen["next batch"], later[number]["next batch"])
+            for number, seen in self._steps("B").items()
+            if number in later
+        ]
+        return bool(pairs) and all(None not in one.values() and one == other for one, other in pairs)
+
+    # Generators -------------------------------------------------------------------------------------------------------
+
+    def _generators(self, a: RunState, b: RunState) -> Iterator[RunDifference]:
+        start, world = self.starts.hooked["A"].states.get(1), min(a.world, b.world)
+        every = {kind for rank in range(world) for kind in a.rng(rank).keys() & b.rng(rank).keys()}
+        lost, kept = dict[int, list[str]](), set[int]()
+        for kind in sorted(every):
+            of_a, of_b = ([one.rng(rank).get(kind) for rank in range(one.world)] for one in (a, b))
+            for rank in range(world):
+                was, now = of_a[rank], of_b[rank]
+                is_drawn = start is None or start.rng(rank).get(kind) != was
+                is_moved = now in of_a and of_b.count(now) <= of_a.count(now)
+                if is_drawn and self._matters(a, rank, kind):
+                    kept.add(rank)
+                    if was != now and not is_moved:
+                        lost.setdefault(rank, []).append(kind)
+        fresh = self._state(FRESH) if lost and self._fresh is not None else None
+        if fresh is not None:
+            lost = {
+                rank: left
+                for rank, own in lost.items()
+                if (left := [kind for kind in own if fresh.rng(rank).get(kind) != b.rng(rank)[kind]])
+            }
+        if kept and not lost:
+            ranks, of = ", ".join(map(str, sorted(kept))), "saved" if fresh is None else "in such a run"
+            self.goes_on.append(f"the RNG state of rank {ranks} is as {of}")
+        if lost:
+            causes = Causes(a, b, self._at + 1, start, others=[*self.starts.hooked["A"].states.values()])
+            yield causes.lost(lost)
+        if kept and b.world > a.world:
+            new = ", ".join(map(str, range(a.world, b.world)))
+            self.goes_on.append(f"of rank {new}, which A did not have, none was saved")
+
+    def _matters(self, a: RunState, rank: int, kind: str) -> bool:
+        """Return whether a forward pass draws from a generator, or its state is in the checkpoint: what else is drawn
+        from it shows in the samples."""
+        return kind in a.drawn(rank) or kind in self._saved_generators
+
+    @cached_property
+    def _saved_generators(self) -> set[str]:
+        with SavedState(self.explanation.saved) as saved:
+            words = {word for name in (*saved.every, *saved.objects) for word in name.split(".")}
+        return {kind for kind, known in parts.GENERATORS.items() if any(re.fullmatch(known, word) for word in words)}
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def _values(self) -> Iterator[RunDifference]:
+        report, lost = self.starts.report, self._lost("B")
+        if not (lost := {name: text for name, text in lost.items() if not self._is_explained(name)}):
+            return
+        without = self._lost(AS_SAVED) if self._is_exact_as_saved() else {}
+        for name, text in lost.items():
+            if name in without:
+                report.not_loaded.append(name)
+            else:
+                yield RunDifference("value not restored", text, name=name)
+
+    def _lost(self, run: str) -> dict[str, str]:
+        """Return which values of the checkpoint the script of A had, and not that of a run, and how."""
+        with SavedState(self.explanation.saved) as saved:
+            kinds = {name: saved.kind_of(name) for name in (*saved.every, *saved.objects)}
+        every = {names[0]: text for names, text in self.explanation.of_the_script(None, run)}
+        # What the samples show, and what is judged by what modules and optimizers have.
+        aside = {"rng", "model", "optimizer", "scheduler", "scaler", *(["dataloader"] if self.goes_on else [])}
+        return {name: text for name, text in every.items() if kinds.get(name) not in aside}
+
+    def _is_explained(self, name: str) -> bool:
+        """Return whether a value is one that A does not change, or that follows from the number of ranks."""
+        states = self.starts.hooked["A"].states.get(1), self._state("A"), self._state("B")
+        start, was, now = (_held(one, name.rpartition(".")[2]) if one is not None else {} for one in states)
+        if _are_alike(start, was):
+            return True
+        fresh = self._state(FRESH) if now and not _are_alike(now, start) and self._fresh is not None else None
+        return fresh is not None and _are_alike(now, _held(fresh, name.rpartition(".")[2]))
+
+    def _is_exact_as_saved(self) -> bool:
+        """Return whether a run that resumes on as many ranks as saved is as run A."""
+        starts, report, a = self.starts, self.starts.report, self.starts.report.runs[0]
+        checkpoint = starts.restored(AS_SAVED, self.origin)
+        run = starts.planned(AS_SAVED, step=self._at)
+        try:
+            starts.resume(run, checkpoint)
+        except RunEnded as ended:
+            report.note(f"no resume on as many ranks as saved: {ended.failure.message}")
+            return False
+        self._add(run, report.until - self._at)
+        scratch = replace(report, findings=[], compared=[], unproven=[], unjudged=[], reasons={})
+        compare.compare_runs(scratch, a, run, starts.excused, starts.changing, may_miss=starts.seen[run.name].may_miss)
+        return compare.is_same(scratch, starts.excused)
+
+
+def _held(state: RunState, leaf: str) -> dict[tuple[int, str], Any]:
+    """Return the values of the variables of a name on each rank."""
+    return {
+        (rank, name): value
+        for rank in range(state.world)
+        for name, value in state.of_script("variables", rank).items()
+        if name.rpartition(".")[2] == leaf
+    }
+
+
+def _are_alike(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Return whether variables that are there in both have one value."""
+    both = one.keys() & other.keys()
+    return bool(both) and all(identity.same(one[key], other[key]) for key in both)
+
+
+def _portions(steps: Steps) -> Iterator[Portion]:
+    """Yield the samples of each step on all ranks. Where ranks have the same ones, each counts once."""
+    for _, seen in sorted(steps.items()):
+        portion = Counter(sample for own in seen.get(SAMPLES, {}).values() for sample in own)
+        often = gcd(*portion.values())
+        yield Counter({sample: count // often for sample, count in portion.items()})
+
+
+def _follows(stream: Sequence[Portion], own: Sequence[Portion]) -> bool:
+    """Return whether the samples of some steps are those of a stream in its order, as far as that is known and at least
+    those of one of its steps, in portions of another size."""
+    left, later, whole = Counter[str](), iter(stream), 0
+    for portion in own:
+        wanted = Counter(portion)
+        while wanted:
+            if not left:
+                left = Counter(next(later, ()))
+                whole += 1
+            if not left:
+                return whole > 1
+            taken = wanted & left
+            wanted, left = wanted - taken, left - taken
+            if wanted and left:
+                return False
+    return whole > 1 or (whole == 1 and not left)
+
+
+def _are_equal(stream: Sequence[Portion], own: Sequence[Portion]) -> bool:
+    """Return whether steps have the same samples, as far as both are known."""
+    pairs = [*zip(stream, own, strict=False)]
+    return bool(pairs) and all(one and one == other for one, other in pairs)
