@@ -86,6 +86,26 @@ class Explanation:
         """Add to the report what run B had not loaded when its first step began, where all that followed is as in the
         run that it is compared with."""
         self.report.not_loaded, self.report.begun_anew = self.not_loaded(), self.begun_anew()
+        self.report.unshown += self._of_no_checkpoint()
+
+    def _of_no_checkpoint(self) -> list[str]:
+        """Return which tensors some ranks had not as A had them, of which the checkpoint has those of other ranks: no
+        checkpoint shows what comes of it."""
+        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
+        if before is None or after is None or before.world != after.world:
+            return []
+        lost: dict[tuple[int, ...], list[str]] = {}
+        for name in Causes(before, after, self.at + 1).differing:
+            was, now = ([one.get("sha256") for one in state.held(name)] for state in (before, after))
+            if len(was) == len(now) == before.world and not self.digests.isdisjoint(was):
+                ranks = [rank for rank, one in enumerate(was) if one != now[rank] and one not in self.digests]
+                lost.setdefault(tuple(ranks), []).append(name)
+        return [
+            f"{some(names)} of rank {', '.join(map(str, ranks))} {'were' if names[1:] else 'was'} not restored, and no "
+            "checkpoint has what comes of it"
+            for ranks, names in lost.items()
+            if ranks
+        ]
 
     def not_loaded(self) -> list[str]:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
@@ -111,7 +131,7 @@ class Explanation:
         lost, unseen = list[str](), list[str]()
         with SavedState(self.saved) as saved:
             for name, tensor in saved.tensors.items():
-                own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits) for one in (before, after))
+                own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits, self.digests) for one in (before, after))
                 # An average may be in no module; what is in one has to be there, not in what was read alone.
                 held = (after.of_script("variables", rank).values() for rank in range(after.world))
                 if now is None and own is not None:

@@ -110,21 +110,22 @@ class RunState:
         names = {name for one in self.tensors for name, record in one.items() if "unseen" in record}
         return names | ({"batch"} if any(not self.batch(rank) for rank in range(self.world)) else set())
 
-    def has(self, dtype: str, shape: Sequence[int], elements: Array) -> str | None:
-        """Return the name under which the ranks have a tensor, each all of it or its part; None if they do not."""
+    def held(self, name: str) -> list[Record]:
+        """Return a tensor on each rank that has it, a buffer as it was before the forward pass where that was seen."""
+        before = self.buffers if any(self.buffers) else [{}] * self.world
+        return [
+            {**one[name], **own.get(name, {})} for one, own in zip(self.tensors, before, strict=True) if name in one
+        ]
+
+    def has(self, dtype: str, shape: Sequence[int], elements: Array, every: Collection[str | None] = ()) -> str | None:
+        """Return the name under which the ranks have a tensor, each all of it or its part; None if they do not. Buffers
+        of other ranks may be other tensors of the checkpoint, of which `every` are the digests."""
         import numpy as np
 
         of_part: dict[str, set[str]] = {}
         for name in self.kinds:
-            if any(self.buffers):  # before the forward pass
-                ranks = [
-                    {**one[name], **own.get(name, {})}
-                    for one, own in zip(self.tensors, self.buffers, strict=True)
-                    if name in one
-                ]
-            else:
-                ranks = [one[name] for one in self.tensors if name in one]
-            volumes = dict[str, int]()
+            ranks, volumes = self.held(name), dict[str, int]()
+            own = every if self.kinds[name] == "buffer" else ()
             for one in ranks if all((one["dtype"], one["shape"]) == (dtype, [*shape]) for one in ranks) else ():
                 offsets, sizes = one.get("box") or ([0] * len(shape), [*shape])
                 key = f"{offsets}{sizes}"
@@ -132,9 +133,10 @@ class RunState:
                     box = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
                     part = np.ascontiguousarray(elements.reshape(*shape, -1)[box])
                     of_part[key] = digests(dtype, shape, part, sizes)
-                if one.get("sha256") not in of_part[key]:
+                if one.get("sha256") in of_part[key]:
+                    volumes[key] = math.prod(sizes)
+                elif one.get("sha256") not in own:
                     break
-                volumes[key] = math.prod(sizes)
             else:
                 if ranks and sum(volumes.values()) == math.prod(shape):
                     return name

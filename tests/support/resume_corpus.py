@@ -1035,6 +1035,33 @@ CORPUS = (
     ),
     *(
         Script(
+            name,
+            f"2 ranks of DDP with BatchNorm, {how}",
+            ("train_statistics.py", "--of", of_which, "--out", "OUT"),
+            "OUT/at-{step}",
+            (*faults, GENERIC["optimizer"]),
+            launcher=_TORCHRUN,
+            is_long=True,
+        )
+        for name, of_which, how, faults in (
+            (
+                "statistics of ranks",
+                "each",
+                "each with a file of its statistics",
+                (
+                    Fault(
+                        "statistics of rank 1",
+                        "the statistics of rank 0 alone are saved",
+                        r"running_mean.*of rank 1",
+                        expects="told",
+                    ),
+                ),
+            ),
+            ("statistics of rank 0", "first", "whose statistics rank 0 broadcasts", ()),
+        )
+    ),
+    *(
+        Script(
             f"values of ranks, {wrap}",
             f"2 ranks with a queue, a mean, counters and generators of their own, {how}",
             ("train_rank_values.py", "--wrap", wrap, "--out", "OUT"),
