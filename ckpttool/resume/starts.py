@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,6 +42,8 @@ _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _SEED = 1234
 _RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
+_EXIT_CODE = re.compile(r"^ *(exitcode *: *-?[0-9]+)", re.MULTILINE)  # of a rank, as torchrun reports it
+_ABORTS, _TERMINATED = (signal.SIGABRT, signal.SIGSEGV), f"exitcode : -{signal.SIGTERM:d}"
 # What a launcher and the other ranks raise when a rank has failed.
 _FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
 _NO_HOOK = (
@@ -351,10 +354,26 @@ class Starts:
                     last, since = now, time.monotonic()
                 elif time.monotonic() - since > _TIMEOUT:
                     return
-            _check_code(process, run)
+            if not self._is_aborted_after_its_end(process, run):
+                _check_code(process, run)
             self.ended.add(run.name)
         if process.left:
             self.report.notes.append(f"run {run.name} left processes running, which were ended: {process.left}")
+
+    def _is_aborted_after_its_end(self, process: Process, run: ScriptRun) -> bool:
+        """Return whether processes were ended by a signal when the scripts of all ranks had come to their end, and add
+        a note: a process group that is not destroyed may abort one rank when another has gone."""
+        signals = {f"exitcode : -{number:d}" for number in _ABORTS}
+        codes = {" ".join(code.split()) for code in _EXIT_CODE.findall(read_log(run.log))}
+        is_aborted = -(process.poll() or 0) in _ABORTS or (codes & signals and codes <= {*signals, _TERMINATED})
+        hooked = inject.read(self._recording) if is_aborted else Hooked()
+        if not hooked.steps or hooked.steps.keys() - hooked.ended:
+            return False
+        self.report.note(
+            f"run {run.name}: a process was aborted after the end of its script, which `torch.distributed."
+            "destroy_process_group()` at its end prevents"
+        )
+        return True
 
     def _wait_for_save(self, process: Process, run: ScriptRun, found: Checkpoints) -> None:
         at, of_a = self.report.at, self._of_a(self.report.at)

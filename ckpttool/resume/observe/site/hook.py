@@ -1,7 +1,8 @@
 """Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
 
     hook.<pid>.jsonl      a line for each thing that was done, seen, changed by a control, or could not be done:
-                          {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}
+                          {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}; at the
+                          end of a script that raised nothing {"ended": true}
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
     state.<n>.<pid>.json  the state where the n-th step of all begins, if it is asked for
 
@@ -9,6 +10,7 @@ It runs in the environment of the script: nothing of ckpttool can be imported, a
 No collective is called and no random number is drawn, so that training takes the same course as without it.
 """
 
+import atexit
 import functools
 import gc
 import hashlib
@@ -48,7 +50,14 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
     observer = Observer(settings, note, torch, keeper)
     observer.start()
     write(settings["folder"], {"did": did})
+    atexit.register(_end, settings["folder"])
     return observer
+
+
+def _end(folder: str) -> None:
+    """Write down that the script came to its end: what becomes of the process after that is not its doing."""
+    if not hasattr(sys, "last_value"):  # which an exception that nobody caught leaves
+        write(folder, {"ended": True})
 
 
 def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
