@@ -222,10 +222,21 @@ def is_counter(name: str) -> bool:
 
 def read(folder: str) -> dict[int, RunState]:
     """Return the states in a folder by the number of the step that began, of those of all optimizers."""
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime)
+    records = [record for path in paths for record in documents(path)]
+    # Ranks may have other optimizers beside those of all: a step is known by what these have taken.
+    every: dict[int, set[str]] = {}
+    for record in records:
+        every.setdefault(record["rank"], set()).update(record.get("taken", ()))
+    common = set.intersection(*every.values()) if every else set()
+    numbers: dict[Any, int] = {}
     found: dict[int, dict[int, Record]] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime):
-        for record in documents(path):
-            found.setdefault(record.get("number", record["step"]), {})[record["rank"]] = record
+    for record in sorted(records, key=lambda one: bool(one["rank"])):  # by the number that rank 0 has
+        number = record.get("number", record["step"])
+        taken = sorted((name, count) for name, count in record.get("taken", {}).items() if name in common)
+        number = numbers.setdefault(str(taken), number) if taken and record["rank"] else number
+        numbers.setdefault(str(taken), number)
+        found.setdefault(number, {})[record["rank"]] = record
     # What only some ranks recorded, as they saw a save that went on, is of no step of the run.
     world = max(map(len, found.values()), default=0)
     whole = {number: ranks for number, ranks in found.items() if len(ranks) == world}

@@ -1060,6 +1060,19 @@ CORPUS = (
             ("statistics of rank 0", "first", "whose statistics rank 0 broadcasts", ()),
         )
     ),
+    Script(
+        "optimizers of ranks",
+        "2 ranks of DDP, the first of which trains a probe with an optimizer of its own",
+        ("train_helpers.py", "--out", "OUT"),
+        "OUT/at-{step}.pt",
+        (
+            *of("moments, one weight"),
+            Fault("moments of rank 1", "the optimizer not loaded on rank 1", r"optimizer.*on rank 1.*have no state"),
+            Fault("momentum of the probe", "the momentum of the probe lost", r"has no state|not loaded|in part"),
+        ),
+        launcher=_TORCHRUN,
+        is_long=True,
+    ),
     *(
         Script(
             f"values of ranks, {wrap}",

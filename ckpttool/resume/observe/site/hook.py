@@ -318,7 +318,8 @@ class Observer:
                 self._try(self._keeper.keep, own if own == count else count + 1, number, taken)
             self._look_for_saves()
             batch = " ".join(self._inputs[-_INPUTS:]) or self._fetched
-            self._recorder.begin_step(optimizer, batch, is_saved=self._is_saved)
+            taken[self._names[id(optimizer)]] = taken.get(self._names[id(optimizer)], 0) + 1
+            self._recorder.begin_step(optimizer, batch, taken, is_saved=self._is_saved)
             self._is_saved = False
             if self._control is not None:
                 self._try(self._control.control_step, optimizer)

@@ -104,8 +104,9 @@ class Recorder:
         self._ends[id(optimizer)] = self._ends.get(id(optimizer), (number, number))[0], number
         return number
 
-    def begin_step(self, optimizer: Any, batch: Any, *, is_saved: bool = False) -> None:
-        """Record the state if the step that was counted is one of those asked for, or something was saved before."""
+    def begin_step(self, optimizer: Any, batch: Any, taken: dict[str, int], *, is_saved: bool = False) -> None:
+        """Record the state if the step that was counted is one of those asked for, or something was saved before.
+        `taken` are the steps that have begun, by the names of optimizers."""
         step, number = self.counts[id(optimizer)], sum(self.counts.values())
         if step > len(self._batches):
             self._batches.append(batch)
@@ -115,7 +116,7 @@ class Recorder:
                 rounded = (self._is_rounded or None) if step > 1 else False
                 self._digest = functools.partial(digest, self._torch, rounded=rounded)
                 batches = [*self._batches[: step - 1], batch]  # of an optimizer that steps in turns with another
-                record = {"rank": rank(self._torch), "number": number, "step": step, "batches": batches}
+                record = {"rank": rank(self._torch), "number": number, "step": step, "batches": batches, "taken": taken}
                 record |= self._state(optimizer)
             path = os.path.join(self._folder, f"state.{number}.{os.getpid()}.json")
             with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
