@@ -524,8 +524,10 @@ def _what_is_exact(report: TrialReport) -> str:
     if _lacks_reference(report):
         return f"not proven: {on} is bit-identical, and the next steps have no reference run to be compared with"
     against = " (vs. reference run)" if report.rule == "control" else ""
-    verb = "is" if report.steps_after == 1 else "are"
-    return f"exact resume: {on} is bit-identical, and so {verb} the next {after}{against}"
+    verb, first = "is" if report.steps_after == 1 else "are", report.runs[0].world_size
+    new = ", ".join(map(str, range(first, resumed[0].world_size))) if resumed else ""
+    unsaved = f"; of rank {new}, which A did not have, no RNG and data state was saved" if new else ""
+    return f"exact resume: {on} is bit-identical, and so {verb} the next {after}{against}{unsaved}"
 
 
 def _not_judged(report: TrialReport) -> str:

@@ -394,6 +394,12 @@ def step(state, i):
 """
 
 
+def test_what_a_new_rank_alone_draws_before_it_resumes_is_found(tmp_path: Path) -> None:
+    (path := tmp_path / "recipe.py").write_text(DRAWN.format(scale="random.random() if mesh.get_rank() else 2.0"))
+    report = trial(path, world=1, to_world=2, steps=2, more=2, gradients=False)
+    assert report.verdict == "differs" and "rank 1" in report.message, report.message
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("worlds", [(2, 1), (1, 2)])
 @pytest.mark.parametrize(

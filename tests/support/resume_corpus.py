@@ -1075,6 +1075,79 @@ CORPUS = (
     ),
     *(
         Script(
+            name,
+            what,
+            ("train_people.py", "--style", style, "--out", "OUT"),
+            checkpoints,
+            faults,
+            launcher=_TORCHRUN if worlds is None else _TORCHRUN_OF if worlds else (sys.executable,),
+            is_long=worlds != (),
+            worlds=worlds or None,
+        )
+        for name, style, what, checkpoints, worlds, faults in (
+            (
+                "JSON of ranks",
+                "json",
+                "DCP of the model and its optimizer, all else in JSON of each rank",
+                "OUT/{step}",
+                None,
+                (
+                    Fault("position of rank 1", "the data of rank 1 start over", r"(data|batch) of rank 1"),
+                    Fault("last", "the count of a schedule of one's own lost", r"learning rate|`.*last`"),
+                    Fault("second moments", "second moments zeroed", r"moments.*exp_avg_sq.*zero"),
+                ),
+            ),
+            (
+                "owners",
+                "owners",
+                "each rank updates parameters of its own by two optimizers",
+                "OUT/model_{step}.pt",
+                None,
+                (
+                    Fault("smooth", "the running mean of losses lost", r"smooth"),
+                    Fault("second optimizer of rank 1", "it is not loaded", r"rank 1.*no state|not loaded on rank 1"),
+                ),
+            ),
+            (
+                "points",
+                "points",
+                "points that are split as they train, with their moments",
+                "OUT/chkpnt{step}.pth",
+                (),
+                (
+                    Fault("sums", "the sums of gradients begin anew", r"not loaded.*sums", expects="told"),
+                    Fault("moments", "moments zeroed", r"moments of the optimizer.*zero"),
+                    Fault("rng of the split", "torch's RNG not restored", r"RNG.*torch"),
+                ),
+            ),
+            (
+                "flat numbers",
+                "flat",
+                "numbers at the root of the file, an average in float64, a sampler with a state",
+                "OUT/checkpoint-{step}.pt",
+                (),
+                (
+                    Fault("average", "the average begins at the weights", r"model_avg|average"),
+                    Fault("sampler", "the sampler starts over", r"\bdata\b|batch"),
+                    Fault("lr_scale", "the scale of the loss reset", r"lr_scale"),
+                ),
+            ),
+            (
+                "loaders of ranks",
+                "loaders",
+                "a file of the loader for each rank, dealt anew to more ranks",
+                "OUT/step_{step}_ckp",
+                (2, 3),
+                (
+                    Fault("files of the same ranks", "ranks read the files of as many", r"samples", expects="told"),
+                    Fault("a shard", "a shard of the data starts over", r"samples", expects="told"),
+                    GENERIC["optimizer"],
+                ),
+            ),
+        )
+    ),
+    *(
+        Script(
             f"values of ranks, {wrap}",
             f"2 ranks with a queue, a mean, counters and generators of their own, {how}",
             ("train_rank_values.py", "--wrap", wrap, "--out", "OUT"),

@@ -193,7 +193,7 @@ def _resume(job: Job, path: str, watch: Watch, built: Built, seen: Seen) -> int:
     watch.enter("loading")
     if job.natively:
         return save_load.load_natively(built, path)
-    saved_at, notes = save_load.load(built, path)
+    saved_at, notes = save_load.load(built, path, job.known)
     seen.notes += notes
     number = saved_at if saved_at is not None else job.first
     if number is None:

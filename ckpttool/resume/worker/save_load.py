@@ -43,8 +43,9 @@ def save(built: Built, path: str, step: int) -> None:
     ckpttool_save.save(path, built.model, built.optimizer, **more, rng=rng, step=step)
 
 
-def load(built: Built, path: str) -> tuple[int | None, list[str]]:
-    """Load any format with ckpttool. Returns the step it was saved at, if it has one, and notes on missing state."""
+def load(built: Built, path: str, known: int | None = None) -> tuple[int | None, list[str]]:
+    """Load any format with ckpttool, of which ranks from `known` on are new. Returns the step it was saved at, if it
+    has one, and notes on missing state."""
     loaded = ckpttool_load.load(path, built.model, built.optimizer, model_key="model" if built.averaged else None)
     for key, model in built.averaged.items():
         ckpttool_load.load(path, model, model_key=built.saved_as(key))
@@ -52,6 +53,8 @@ def load(built: Built, path: str) -> tuple[int | None, list[str]]:
     notes = _restore(built, states)
     if missing := setup.restore(_part(loaded.rest, "rng", "rng"), built.generators):
         notes.append(f"no saved RNG state for rank {dist.get_rank()} ({', '.join(missing)})")
+        if known is not None and dist.get_rank() >= known:
+            setup.begin(missing, built.generators, built.mesh)
     return step_of(path), notes
 
 
@@ -92,7 +95,7 @@ def save_natively(built: Built, path: str, step: int) -> None:
 
 @collectives.quiet()
 def load_natively(built: Built, path: str) -> int:
-    """Load what `save_natively` saved, with torch's DCP alone. A new rank keeps its own RNG state. Returns the step."""
+    """Load what `save_natively` saved, with torch's DCP alone. A new rank seeds itself. Returns the step."""
     metadata = torch_dcp.FileSystemReader(path).read_metadata()
     own_key = parts.rank_key(dist.get_rank())
     is_new = own_key not in metadata.state_dict_metadata
@@ -105,7 +108,9 @@ def load_natively(built: Built, path: str) -> int:
     set_state_dict(built.model, built.optimizer, **states, options=_options(built.model))
     saved, own = state[key].value, parts.PER_RANK if is_new else ()
     _restore(built, {name: None if built.kinds[name] in own else saved["others"][name] for name in built.others})
-    if not is_new:
+    if is_new:
+        setup.begin([*setup.captured(built.generators)], built.generators, built.mesh)
+    else:
         setup.restore(saved["rng"], built.generators)
     return int(saved["step"])
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +58,7 @@ def join(job: Job, rank: int, meeting: str) -> DeviceMesh:
 
 def seed(job: Job, mesh: DeviceMesh, *, own: bool) -> None:
     """Seed every generator: the same on all ranks, or with `own` another seed for each data-parallel replica."""
-    is_new = job.known is not None and int(dist.get_rank()) >= job.known
-    value = (_SEED_OF_NEW if is_new else job.seed) + (1 + replica(mesh) if own else 0)
+    value = job.seed + (1 + replica(mesh) if own else 0)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)  # those of all devices
@@ -220,6 +219,23 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
         else:
             generators[name.removeprefix("generator_")].set_state(_bytes(saved))
     return missing
+
+
+def begin(names: Sequence[str], generators: Mapping[str, torch.Generator], mesh: DeviceMesh) -> None:
+    """Seed generators of a rank of which no state was saved, alike in all runs: what it has drawn before is in no
+    state, and has to show."""
+    value = _SEED_OF_NEW + 1 + replica(mesh)
+    for name in names:
+        if name == "python":
+            random.seed(value)
+        elif name == "numpy":
+            np.random.seed(value)
+        elif name == "torch":
+            torch.default_generator.manual_seed(value)
+        elif name == devices.kind():
+            torch.get_device_module(name).manual_seed_all(value)
+        else:
+            generators[name.removeprefix("generator_")].manual_seed(value)
 
 
 def _bytes(state: Any) -> torch.Tensor:

@@ -207,8 +207,8 @@ class Observer:
             result = load(*args, **kwargs)
             self._is_loaded = self._recorder.count == 0
             into = kwargs.get("state_dict", args[0] if args else None) if result is None else result
-            if isinstance(into, dict):
-                self._recorder.loaded.add(id(into))
+            read = into if isinstance(into, (list, tuple)) else [into]
+            self._recorder.loaded |= {id(one) for one in read if isinstance(one, dict)}
             return result
 
         setattr(owner, name, observed)
