@@ -149,7 +149,7 @@ class Checkpoints:
         # The run and who watches it keep copies of their own: the same file has other inodes.
         now, before = ({one[:3] for one in fingerprint(each)} for each in (path, was))
         if now != before:
-            return {one[0] for one in now} >= {one[0] for one in before}
+            return _has_all({one[0] for one in now}, {one[0] for one in before})
         return keep.moment(earlier) is None and (is_newest or keep.moment(snapshot) is not None)
 
     def began(self, key: str = "step") -> dict[int, Any]:
@@ -322,7 +322,15 @@ class Checkpoints:
 def _has_more(now: str, before: str) -> bool:
     """Return whether a checkpoint has all files of another one, and more."""
     files, others = ({one[0] for one in fingerprint(path)} for path in (now, before))
-    return files > others
+    return files != others and _has_all(files, others)
+
+
+def _has_all(now: set[str], before: set[str]) -> bool:
+    """Return whether there are all files that there were, under names that they have been given since: `a.pt.tmp` is
+    `a.pt`."""
+    places = {os.path.split(one) for one in now - before}
+    gone = [os.path.split(one) for one in before - now]
+    return all(any(folder == own and name in was for own, name in places) for folder, was in gone)
 
 
 def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:

@@ -131,6 +131,34 @@ def test_what_another_rank_wrote_later_belongs_to_the_last_checkpoint(tmp_path: 
     assert found.find()[2] == str(out / "at-2")
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_file_that_was_kept_under_its_temporary_name_is_the_one_that_it_was_renamed_to(
+    is_later: bool, tmp_path: Path
+) -> None:
+    """Another rank was writing it when the directory was kept, and rank 0 had not begun to save."""
+    out = tmp_path / "out"
+    (folder := out / "step-1").mkdir(parents=True)
+    keeper, found = (
+        Keeper(str(out), str(tmp_path / "kept")),
+        Checkpoints("step-{step}", str(out), str(tmp_path / "kept")),
+    )
+    found.is_kept_by_run = lambda: True
+    torch.save({"shards": torch.ones(2)}, folder / "loader_0.pt")
+    torch.save({"shards": torch.ones(2)}, folder / "loader_1.pt.tmp")
+    keeper.keep(1, 1, {})
+    assert len(os.listdir(found.find()[1])) == 2
+    (folder / "loader_1.pt.tmp").rename(folder / "loader_1.pt")
+    torch.save({"model": {"w": torch.ones(2)}}, folder / "model.pt")
+    if is_later:
+        keeper.keep(2, 2, {})
+    assert sorted(os.listdir(found.find()[1])) == ["loader_0.pt", "loader_1.pt", "model.pt"]
+    # One that is being removed is not taken.
+    (folder / "loader_1.pt").unlink()
+    (folder / "model.pt").unlink()
+    keeper.keep(3, 3, {})
+    assert ("model.pt" in os.listdir(found.find()[1])) == is_later
+
+
 def test_files_of_ranks_are_counted_as_those_of_a_directory(tmp_path: Path) -> None:
     for folder, ranks in (("was", 1), ("now", 2)):
         (tmp_path / folder).mkdir()
