@@ -3,7 +3,8 @@ and could lack the same; so what it had when its first step began is compared wi
 
     tensors     of the checkpoint: each is in memory, whole or as the shards of the ranks
     data        the samples of all ranks in each step: those that A went on with, in other portions; or those of a run
-                from its start on the new number of ranks (`fresh`) at the same steps
+                from its start on the new number of ranks (`fresh`) at the same steps; or the batches of each rank that
+                A had, where others add samples of their own
     generators  each rank that A had has its state, or that of `fresh`
     values      of the script, which the checkpoint has and A changed: as A had them, or as in `fresh`. What a resume on
                 as many ranks as saved (`B0`) lacks, too, and is exact without, has no effect
@@ -28,7 +29,7 @@ from ckpttool.resume.causes import Causes
 from ckpttool.resume.explain import Explanation
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.starts import RunEnded, Starts
-from ckpttool.resume.states import RunState
+from ckpttool.resume.states import RunState, same_batch
 from ckpttool.resume.steps import SAMPLES, Steps, of_hook
 from ckpttool.text import plural
 
@@ -106,6 +107,9 @@ class Elastic:
             if _are_equal(portions[since:], own) or self._has_batches_of_fresh(since):
                 self.goes_on.append(f"the data are those of a run from its start on {plural(self.world, 'rank')}")
                 return
+        if self._goes_on_by_rank(taken):
+            self.goes_on.append("the data of each rank that A had go on as in run A, those of others are in no run")
+            return
         for name, (since, portions) in places.items():
             firsts = [first for first in range(len(portions)) if _follows(portions[first:], own)]
             if firsts:
@@ -129,6 +133,21 @@ class Elastic:
             if number in later
         ]
         return bool(pairs) and all(None not in one.values() and one == other for one, other in pairs)
+
+    def _goes_on_by_rank(self, taken: int) -> bool:
+        """Return whether each rank of A goes on with its own batches, and ranks that it did not have add samples that
+        no other rank has, as where each draws its own."""
+        later = {number - taken: seen for number, seen in self._steps("A").items() if number > taken}
+        own = {number: seen for number, seen in self._steps("B").items() if number in later}
+        known, new = set[str](), set[str]()
+        for number, seen in own.items():
+            was = later[number]["next batch"]
+            if not was or any(not same_batch(one, seen["next batch"].get(key)) for key, one in was.items()):
+                return False
+            for key, samples in seen[SAMPLES].items():
+                (known if key in was else new).update(samples)
+        known |= {one for seen in self._steps("A").values() for each in seen[SAMPLES].values() for one in each}
+        return bool(new) and known.isdisjoint(new)
 
     # Generators -------------------------------------------------------------------------------------------------------
 

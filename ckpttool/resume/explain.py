@@ -55,7 +55,11 @@ class Explanation:
             # The batch is another; where its loader is saved, its values say more.
             more = [f" ({one.message})" for one in first.findings if one.part == "dataloader"][:1]
             if not more and any(one.kind == "data not restored" for one in found):
-                values = [text for _, text in self.of_the_script(None)]
+                lost = self.of_the_script(None)
+                # Of data of another step more or fewer numbers may have been drawn.
+                is_another = any(": the batch of rank" in one.message for one in found)
+                values = self._generators({one for names, _ in lost for one in names}) if is_another else []
+                values += [text for _, text in lost]
                 more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
@@ -65,6 +69,26 @@ class Explanation:
             of_script = [text for _, text in self.of_the_script(names) or self.of_the_script(None)]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
+
+    def _generators(self, lost: Collection[str]) -> list[str]:
+        """Return which generators of the script, whose names are in the checkpoint, had another state than in A, but
+        for those that are `lost`."""
+        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
+        if before is None or after is None:
+            return []
+        others: dict[str, list[int]] = {}
+        for rank in range(min(before.world, after.world)):
+            was, now = (one.of_script("generators", rank) for one in (before, after))
+            for name in [one for one in was if one in now and was[one] != now[one]]:
+                others.setdefault(name, []).append(rank)
+        with SavedState(self.saved) as saved:
+            every = ({*saved.every, *saved.objects} - {*lost}, lost)
+            words, gone = ({word for name in names for word in name.replace("/", ".").split(".")} for names in every)
+        seen, that = _seen(before, after), "has another state than in A"
+        found = {
+            name: _of_ranks(ranks, seen) for name, ranks in others.items() if name.rpartition(".")[2] in words - gone
+        }
+        return [f"the generator `{name}`{ranks} {that}" for name, ranks in found.items()]
 
     def _follows(self, finding: RunDifference) -> bool:
         """Return whether a script has set a hyper-parameter, or weights, after the save and before its step began, both
@@ -205,12 +229,12 @@ class Explanation:
             return None
         states, began = self.hooked[name].states, self.starts.seen[name].began("number").get(self.at)
         alike = [one for one in states.values() if self._counters and self._counters <= one.counters]
-        if (state := states.get(began or 0)) and (state in alike or not self._counters or not self._others_of(state)):
+        if (state := states.get(began or 0)) and (state in alike or not self._counters or not self._goneof(state)):
             return state
         # A save may go on in the background while the next steps are taken; in phases, optimizers count anew.
-        return min(alike, key=self._others_of, default=None)
+        return min(alike, key=self._goneof, default=None)
 
-    def _others_of(self, state: RunState) -> int:
+    def _goneof(self, state: RunState) -> int:
         """Return how many weights of a state are not those of the checkpoint."""
         names = [name for name, kind in state.kinds.items() if kind == "weight"]
         return sum(self.digests.isdisjoint(state.digests(name)) for name in names)

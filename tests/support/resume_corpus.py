@@ -803,15 +803,23 @@ CORPUS = (
         ("train_generators.py", "--out", "OUT"),
         "OUT/g_{step}.pt",
         tuple(
-            Fault(name, what, r"\bdata\b|batch")
-            for name, what in (
-                ("noise", "numpy's `Generator` not restored"),
-                ("chooser", "`random.Random` not restored"),
-                ("mixup", "the generator of mixup not restored"),
-                ("order", "the generator of the sampler not restored"),
-                ("noise drawn", "a number drawn from numpy's `Generator` after it was restored"),
-                ("chooser drawn", "a number drawn from `random.Random` after it was restored"),
-                ("seen", "the position in the epoch not loaded"),
+            Fault(name, what, cause)
+            for name, what, cause in (
+                ("noise", "numpy's `Generator` not restored", r"^[^`]*generator `noise`[^`]*$"),
+                ("chooser", "`random.Random` not restored", r"^[^`]*generator `chooser`[^`]*$"),
+                ("mixup", "the generator of mixup not restored", r"^[^`]*generator `mix`[^`]*$"),
+                ("order", "the generator of the sampler not restored", r"^[^`]*`order`[^`]*$"),
+                (
+                    "noise drawn",
+                    "a number drawn from numpy's `Generator` after it was restored",
+                    r"^[^`]*generator `noise`[^`]*$",
+                ),
+                (
+                    "chooser drawn",
+                    "a number drawn from `random.Random` after it was restored",
+                    r"^[^`]*generator `chooser`[^`]*$",
+                ),
+                ("seen", "the position in the epoch not loaded", r"\bdata\b|batch"),
             )
         ),
     ),
@@ -995,9 +1003,15 @@ CORPUS = (
             ("train_worlds.py", "--wrap", wrap, "--share", share, "--out", "OUT"),
             "OUT/at-{step}",
             (
-                Fault("data", "data starts over", r"the data restarted", r"seen"),
-                Fault("one batch on", "one batch skipped", r"the data is off by \+", r"seen"),
-                Fault("rng", "no RNG state restored", r"RNG state of rank [01, ]+ .*torch"),
+                *(
+                    (
+                        Fault("data", "data starts over", r"the data restarted", r"seen"),
+                        Fault("one batch on", "one batch skipped", r"the data is off by \+", r"seen"),
+                    )
+                    if share != "own"
+                    else ()
+                ),
+                Fault("rng", "no RNG state restored", r"RNG state of rank [01, ]+ .*torch", r"the data restarted"),
                 *(
                     (
                         Fault("rng of rank 1", "torch's RNG of rank 1 not restored", r"RNG state of rank 1 .*torch"),
@@ -1018,7 +1032,7 @@ CORPUS = (
                     (Fault("ranks of the save", "shared among as many ranks as saved", r"samples", expects="told"),)
                     if share == "all"
                     else (Fault("as many ranks", "the place follows from other ranks", r"data is off by", r"seen"),)
-                    if worlds[1] > worlds[0]
+                    if worlds[1] > worlds[0] and share == "each"
                     else ()
                 ),
             ),
@@ -1031,6 +1045,8 @@ CORPUS = (
             ("ddp", "each", (2, 1)),
             ("fsdp2", "all", (3, 2)),
             ("fsdp2", "each", (2, 3)),
+            ("ddp", "own", (2, 3)),
+            ("fsdp2", "own", (2, 1)),
         )
     ),
     *(

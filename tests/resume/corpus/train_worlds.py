@@ -1,9 +1,10 @@
 """Ranks of which a resume may have another number: one batch for all of them, or one for each.
 
-torchrun --nproc-per-node N train_worlds.py --wrap ddp|fsdp2 --share all|each --out OUT [--resume PATH]
+torchrun --nproc-per-node N train_worlds.py --wrap ddp|fsdp2 --share all|each|own --out OUT [--resume PATH]
 
 `all`: 12 samples a step, whatever the number of ranks, behind those that were seen. `each`: 4 samples a step and rank,
-in the order of a DistributedSampler, behind the steps that were taken. A rank that was not there seeds itself.
+in the order of a DistributedSampler, behind the steps that were taken. `own`: 4 samples that each rank draws. A rank
+that was not there seeds itself.
 """
 
 import os
@@ -36,6 +37,9 @@ best = float("inf")
 
 def rows():
     """The samples of this rank in the step."""
+    if args.share == "own":
+        x[:4] = torch.randn(4, 6)
+        return torch.arange(4)
     if args.share == "all":
         order = torch.randperm(120, generator=torch.Generator().manual_seed(seen // 120))
         own = order[seen % 120 :][:12]

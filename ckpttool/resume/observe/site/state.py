@@ -188,6 +188,18 @@ class Recorder:
                 return self._torch.from_numpy(one)
         return None
 
+    def _state_of(self, one: Any) -> Any:
+        """Return the bytes of the state of a generator of the script; None for others."""
+        with suppress(Exception):  # of a class that does not like to be looked at
+            if isinstance(one, self._torch.Generator):
+                own = one.get_state()
+                return bytes(elements(own))
+            if isinstance(one, random.Random):
+                return repr(one.getstate()).encode()
+            if type(one).__module__.startswith("numpy.random") and type(one).__name__ in ("Generator", "RandomState"):
+                return repr(one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()).encode()
+        return None
+
     def _of_the_script(self, there: _Living, modules: Sequence[tuple[str, Any, str]]) -> dict[str, Any]:
         """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
         the plain values of its variables and the gradients of parameters, by the names that they have there."""
@@ -221,8 +233,10 @@ class Recorder:
         values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
         ends = type(sys), type, self._torch.nn.Module, self._torch.optim.Optimizer, self._torch.Tensor
         left_out, places = {*self.loaded}, deque((name, one, 0) for name, one in variables.items())
+        states: dict[str, Any] = {}
         while places:
             name, one, depth = places.popleft()
+            states[name] = self._state_of(one)
             if id(one) not in loose and (tensor := self._as_tensor(one, left)) is not None:
                 loose[id(one)] = spelt(self._torch, tensor)
                 left -= tensor.numel() * tensor.element_size()
@@ -249,7 +263,8 @@ class Recorder:
                 places.extend((key, each, depth + 1) for key, each in inner.items())
                 file = getattr(sys.modules.get(type(one).__module__), "__file__", None) or ""
                 own |= inner.keys() if name in own and not file.startswith(libraries) else set()
-        return {"loose": sorted({*loose.values()}), "variables": values, "own": sorted(own & values.keys())}
+        own, generators = own & values.keys(), {name: sha(one) for name, one in states.items() if one is not None}
+        return {"loose": sorted({*loose.values()}), "variables": values, "own": sorted(own), "generators": generators}
 
     def _look(self) -> _Living:
         """Look for all that lives in the process."""
