@@ -277,7 +277,7 @@ WITH_OWN_FILES = (
     "resume.arguments",
     "resume.beside",
     "resume.checkpoints",
-    "resume.commands",
+    "fleet.commands",
     "fleet.guard",
     "resume.job",
     "resume.launch",

@@ -24,6 +24,7 @@ _LIMIT = 4  # values of parameter groups that are named
 _ASIDE = ("_schedulers", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose")
 _TITLES = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}
 _MISSING = "missing"
+ANOTHER = "another batch"
 OTHER_MODULE = "module not restored"
 """The kind of difference of weights that no optimizer trains."""
 
@@ -177,9 +178,8 @@ class Causes:
                 rank for rank in on if not all(pairs[rank]) or pairs[rank][0].get(name) != pairs[rank][1].get(name)
             ]
         if names := [name for name, on in differing.items() if on]:
-            verb = "was" if len(names) == 1 else "were"
             on_ranks = self._on(sorted({rank for name in names for rank in differing[name]}))
-            message = f"{plural(len(names), 'buffer')} of the model {verb} not restored{on_ranks}: {some(names)}"
+            message = f"{plural(len(names), 'buffer')} of the model {'was' if len(names) == 1 else 'were'} not restored{on_ranks}: {some(names)}"
             yield self._finding("buffers not restored", message, names)
 
     def _state(self) -> Iterator[RunDifference]:
@@ -365,7 +365,7 @@ class Causes:
             ranks_of = ", ".join(str(rank) for rank, _ in other)
             message = f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
             message += f" (of the RNG state, {how})" if how else ""
-            yield RunDifference("data not restored", message, rank=other[0][0])
+            yield RunDifference("data not restored", message, rank=other[0][0], found=ANOTHER)
         elif data:
             text = f"; the RNG state{of} differs, too ({names}){more}" if kinds else ""
             yield RunDifference("data not restored", data + text, rank=other[0][0])

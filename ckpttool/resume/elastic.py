@@ -9,7 +9,7 @@ and could lack the same; so what it had when its first step began is compared wi
     values      of the script, which the checkpoint has and A changed: as A had them, or as in `fresh`. What a resume on
                 as many ranks as saved (`B0`) lacks, too, and is exact without, has no effect
 
-`fresh` and `B0` are run only if something is not as in A. What can be judged by neither is not proven.
+`fresh` and `B0` are run only if something is not as in A. What neither judges is not proven.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Elastic:
         if (fresh := self._fresh) is not None:
             places[FRESH] = self.starts.taken(self._at, fresh, counted=True), [*_portions(self._steps(FRESH))]
             since, portions = places[FRESH]
-            if _are_equal(portions[since:], own) or self._has_batches_of_fresh(since):
+            if _are_equal(portions[since:], own):
                 self.goes_on.append(f"the data are those of a run from its start on {plural(self.world, 'rank')}")
                 return
         if self._goes_on_by_rank(taken):
@@ -123,16 +123,6 @@ class Elastic:
         report.unshown.append(
             f"the samples of run B are neither those that run A went on with, nor those of {than} at the same steps"
         )
-
-    def _has_batches_of_fresh(self, since: int) -> bool:
-        """Return whether each rank had the batches of `fresh` where samples could not be told apart."""
-        later = {number - since: seen for number, seen in self._steps(FRESH).items() if number > since}
-        pairs = [
-            (seen["next batch"], later[number]["next batch"])
-            for number, seen in self._steps("B").items()
-            if number in later
-        ]
-        return bool(pairs) and all(None not in one.values() and one == other for one, other in pairs)
 
     def _goes_on_by_rank(self, taken: int) -> bool:
         """Return whether each rank of A goes on with its own batches, and ranks that it did not have add samples that

@@ -17,7 +17,7 @@ from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.resume import compare, states, window
-from ckpttool.resume.causes import OTHER_MODULE, Causes
+from ckpttool.resume.causes import ANOTHER, OTHER_MODULE, Causes
 from ckpttool.resume.observe.site.state import sha
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.starts import Starts, counters
@@ -57,7 +57,7 @@ class Explanation:
             if not more and any(one.kind == "data not restored" for one in found):
                 lost = self.of_the_script(None)
                 # Of data of another step more or fewer numbers may have been drawn.
-                is_another = any(": the batch of rank" in one.message for one in found)
+                is_another = any(one.found == ANOTHER for one in found)
                 values = self._generators({one for names, _ in lost for one in names}) if is_another else []
                 values += [text for _, text in lost]
                 more = [f" ({', '.join(values)})"] if values else []

@@ -24,11 +24,11 @@ from ckpttool.analysis.logged import from_files
 from ckpttool.analysis.losses import Output
 from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
+from ckpttool.fleet.commands import Commands, parse
 from ckpttool.fleet.process import last_lines
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
 from ckpttool.resume import arguments, beside, compare, controls, ways, window
-from ckpttool.resume.commands import Commands, parse
 from ckpttool.resume.elastic import Elastic
 from ckpttool.resume.explain import Explanation
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from ckpttool.analysis.losses import Losses, Output, read_log
 from ckpttool.analysis.saved_state import SavedState
 from ckpttool.errors import StorageError, UsageError
+from ckpttool.fleet.commands import Commands, with_steps
 from ckpttool.fleet.process import LAST_LINES, LONGEST, Process, last_lines
 from ckpttool.resume import observe as inject
 from ckpttool.resume import window
 from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
-from ckpttool.resume.commands import Commands, with_steps
 from ckpttool.resume.compare import Unrepeated
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun

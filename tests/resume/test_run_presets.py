@@ -16,7 +16,7 @@ from ckpttool.analysis.logged import from_files
 from ckpttool.analysis.losses import Output
 from ckpttool.cli.presets import PRESETS, fill
 from ckpttool.errors import UsageError
-from ckpttool.resume.commands import parse
+from ckpttool.fleet.commands import parse
 from ckpttool.resume.runs import run as verify
 
 STEPS = {"at": None, "until": None}
