@@ -179,7 +179,8 @@ class Causes:
             ]
         if names := [name for name, on in differing.items() if on]:
             on_ranks = self._on(sorted({rank for name in names for rank in differing[name]}))
-            message = f"{plural(len(names), 'buffer')} of the model {'was' if len(names) == 1 else 'were'} not restored{on_ranks}: {some(names)}"
+            verb = "was" if len(names) == 1 else "were"
+            message = f"{plural(len(names), 'buffer')} of the model {verb} not restored{on_ranks}: {some(names)}"
             yield self._finding("buffers not restored", message, names)
 
     def _state(self) -> Iterator[RunDifference]:

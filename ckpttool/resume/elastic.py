@@ -9,8 +9,7 @@ and could lack the same; so what it had when its first step began is compared wi
     values      of the script, which the checkpoint has and A changed: as A had them, or as in `fresh`. What a resume on
                 as many ranks as saved (`B0`) lacks, too, and is exact without, has no effect
 
-`fresh` and `B0` are run only if something is not as in A. What neither judges is not proven.
-"""
+`fresh` and `B0` are run only where needed. What neither judges is not proven."""
 
 from __future__ import annotations
 
