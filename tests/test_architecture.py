@@ -284,7 +284,7 @@ WITH_OWN_FILES = (
     "analysis.logged",
     "analysis.losses",
     "resume.observe",
-    "producers.run_patterns",
+    "fleet.run_patterns",
     "fleet.process",
     "analysis.audit.recipe",
     "resume.runs",

@@ -26,7 +26,7 @@ from typing import Any
 from ckpttool.analysis.describe.counters import step_of
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError
-from ckpttool.producers import run_patterns as patterns
+from ckpttool.fleet import run_patterns as patterns
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.observe.site import keep

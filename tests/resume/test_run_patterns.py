@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import forked_command
 
-from ckpttool.producers.run_patterns import Versions, infer
+from ckpttool.fleet.run_patterns import Versions, infer
 from ckpttool.resume.runs import run
 
 
