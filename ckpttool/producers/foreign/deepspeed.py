@@ -8,14 +8,17 @@ from math import prod
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
-from ckpttool.catalogue.entries import Catalogue, Object
+from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CorruptError
 from ckpttool.producers.foreign.recognition import Recognition, ranks
 from ckpttool.text import is_or_are, plural, some
 
 _SHAPES_OF = ("param_shapes.", "frozen_param_shapes.")
+_NAMED = ("ds_version", "dp_world_size", "mp_world_size", "global_steps", "buffer_names")
+_BELOW = (*_SHAPES_OF, "shared_params.", "ds_config.zero_optimization.")
 _LOOKING = "inspect, show and diff each file by its own name"
+_MERGE = "put the partitions of the ranks together: name the directory, which is read as one checkpoint"
 
 
 def describe(catalogue: Catalogue) -> Recognition | None:
@@ -23,11 +26,12 @@ def describe(catalogue: Catalogue) -> Recognition | None:
     names = {path[0] for path in catalogue.entries if path}
     if not {"ds_version", "ds_config"} <= names:
         return None
-    values = {entry.name: entry.value for entry in catalogue.objects if _is_descriptive(entry)}
+    values = {e.name: e.value for e in catalogue.objects if e.name in _NAMED or e.name.startswith(_BELOW)}
     if "module" not in names:
         name = "file of DeepSpeed ZeRO, the optimizer state of one rank"
         return Recognition(name, str(values.get("ds_version", "")), can=(_LOOKING,), cannot=(_MERGE,))
-    stage, shapes = _stage(values), _shapes(values, {t.name: t.shape for t in catalogue.tensors})
+    stage = values.get("ds_config.zero_optimization.stage")
+    shapes = _shapes(values, {t.name: t.shape for t in catalogue.tensors})
     absent = [e for e in catalogue.tensors if e.path[0] == "module" and shapes.get(e.fqn, e.shape) != e.shape]
     faults: tuple[CorruptError, ...] = ()
     if absent:
@@ -37,7 +41,7 @@ def describe(catalogue: Catalogue) -> Recognition | None:
         hint = "name the directory, which is read as one checkpoint"
         faults = (CorruptError(text, hint=hint, tensor=weights[0], concerns=weights, needs="other ranks"),)
     return Recognition(
-        f"file of DeepSpeed ZeRO-{stage}",
+        f"file of DeepSpeed ZeRO-{stage if isinstance(stage, int) else 0}",
         str(values.get("ds_version", "")),
         _parallelism(values),
         sum(map(prod, shapes.values())) or None,
@@ -45,20 +49,6 @@ def describe(catalogue: Catalogue) -> Recognition | None:
         cannot=(_MERGE,),
         faults=faults,
     )
-
-
-_MERGE = "put the partitions of the ranks together: name the directory, which is read as one checkpoint"
-
-
-def _is_descriptive(entry: Object) -> bool:
-    name = entry.name
-    named = ("ds_version", "dp_world_size", "mp_world_size", "global_steps", "buffer_names")
-    return name in named or name.startswith((*_SHAPES_OF, "shared_params.", "ds_config.zero_optimization."))
-
-
-def _stage(values: Mapping[str, Any]) -> int:
-    stage = values.get("ds_config.zero_optimization.stage", 0)
-    return stage if isinstance(stage, int) else 0
 
 
 def _shapes(values: Mapping[str, Any], tensors: Mapping[str, Ints]) -> dict[str, Ints]:
