@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -107,10 +108,11 @@ def keys_of(names: Iterable[str]) -> list[str]:
     return [posixpath.join(folder, match[1]) for folder, match in matches if match is not None]
 
 
-def find(client: Client, key: str) -> Claim | None:
-    """Return the claim on a destination, None if there is none. Raises the exceptions of obstore."""
+def find(client: Client, key: str, asked: Future[tuple[StoredObject, bytes]] | None = None) -> Claim | None:
+    """Return the claim on a destination, None if there is none; it may be `asked` for before. Raises the exceptions of
+    obstore."""
     try:
-        version, data = client.get(name_of(key)).result()
+        version, data = (asked or client.get(name_of(key))).result()
     except FileNotFoundError:
         return None
     said: Any = None

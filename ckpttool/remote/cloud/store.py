@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from obstore.exceptions import PermissionDeniedError
+
 from ckpttool.errors import RemoteError
 from ckpttool.remote.cloud import address as addresses
 from ckpttool.remote.cloud import claim, errors
@@ -73,7 +75,12 @@ class CloudStore(Store):
         name, is_file = f"{self.root}/{key}", key.endswith(_FILES) or self._address.is_web
         with errors.translate_errors(name):
             if not (is_file and self._find(key)) and not self._address.is_web:
+                claimed = self._client.get(claim.name_of(key)) if key else None  # while it is listed
                 self._list(key)
+                if claimed is not None and self._is_unfinished(key, claimed):
+                    text = f"`{name}` is not a whole checkpoint: a run writes it, or has ended before the last object"
+                    hint = f"wait for it, or `ckpttool clean {posixpath.dirname(name)}` removes what it has left"
+                    raise RemoteError(text, hint=hint, file=name)
         if key in self._objects or key in self._folders or (not is_file and self._find(key)):
             return
         near = near_names(posixpath.basename(key), list(self._folder(posixpath.dirname(key))))
@@ -177,6 +184,27 @@ class CloudStore(Store):
             for name, one in found.items():
                 self._add(name, one)
             self._without_markers()
+            for key in claim.keys_of(found):
+                self._without_unfinished(claim.find(self._client, key))
+
+    def _is_unfinished(self, key: str, claimed: Future[Any]) -> bool:
+        """Leave out what a run has written that goes on or was killed; return whether nothing else is there."""
+        try:
+            one = claim.find(self._client, key, claimed)
+        except PermissionDeniedError:  # some may read a folder, and nothing beside it
+            return False
+        was_there = key in self._folders
+        self._without_unfinished(one)
+        return was_there and key not in self._folders
+
+    def _without_unfinished(self, one: claim.Claim | None) -> None:
+        for name in one.left(self._objects) if one is not None else ():
+            del self._objects[name]
+            while name and not self._folders.get(name):
+                self._folders.pop(name, None)
+                above, _, last = name.rpartition("/")
+                del self._folders[above][last]
+                name = above
 
     def _add(self, name: str, one: StoredObject) -> None:
         self._objects[name] = one

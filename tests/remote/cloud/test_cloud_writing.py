@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +363,10 @@ def test_of_two_writers_one_is_told(server: S3Server) -> None:
     assert ckpttool.diff(done[0], DST).same
 
 
-def kill_after(server: S3Server, src: str, requests: int, *words: str) -> bool:
+TO_DCP = ("--to", "dcp", "--to-world", "3")
+
+
+def kill_after(server: S3Server, src: str, requests: int, *words: str, to: Sequence[str] = TO_DCP) -> bool:
     """Start a conversion, kill it after so many of its requests, and return whether it had not ended before."""
     reached = threading.Event()
 
@@ -374,8 +377,7 @@ def kill_after(server: S3Server, src: str, requests: int, *words: str) -> bool:
 
     server.requests.clear()
     server.faults = [count]
-    options = ["--to", "dcp", "--to-world", "3", *words]
-    process = spawn("convert", src, DST, *options, env=environment(**variables(server)))
+    process = spawn("convert", src, DST, *to, *words, env=environment(**variables(server)))
     while process.poll() is None and not reached.is_set():
         time.sleep(0.001)
     is_killed = process.poll() is None
@@ -412,6 +414,23 @@ def check_after_a_kill(server: S3Server, src: str, world: int = 3) -> bool:
 def test_a_killed_run(requests: int, server: S3Server) -> None:
     assert kill_after(server, FULL, requests)
     check_after_a_kill(server, FULL)
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("requests", [8, 11, 14])
+def test_shards_of_a_killed_run_are_no_model(requests: int, server: S3Server) -> None:
+    """Neither by themselves, nor as the newest step of a run."""
+    shards = ("--to", "safetensors", "--only", "model", "--max-shard-size", "1500")
+    old = "s3://bucket/out/step-2"
+    ckpttool.convert(DCP, old, to="dcp")
+    assert kill_after(server, DCP, requests, to=shards)
+    there = [name for name in server.names() if name.startswith("out/step-3/")]
+    assert there and not any(name.endswith(".json") for name in there)
+    with pytest.raises(RemoteError, match="is not a whole checkpoint"):
+        ckpttool.inspect(DST)
+    assert ckpttool.inspect("s3://bucket/out").files[0].location.startswith(old)
+    ckpttool.convert(DCP, DST, to="safetensors", only="model", max_shard_size=1500)
+    assert ckpttool.diff(DCP, DST, only=["model"]).same
 
 
 @pytest.mark.long
