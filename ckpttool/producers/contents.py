@@ -66,7 +66,7 @@ _LOOKED_AT = (
     r"|(all|train|eval|predict|test)_results\.json|LICENSE.*|Thumbs\.db|events\.out\.tfevents.*"
 )
 _ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|(?P<of_another>{_OTHER_LIBRARIES})|{_LOOKED_AT})")
-_UNFINISHED = re.compile(r"(?P<name>(?!.*\.metadata\.)[^.].*)\.(tmp|part)")
+_UNFINISHED = re.compile(r"(?P<name>(?!.*\.metadata\.)[^.].*)\.(tmp|part|incomplete)")
 # Folders of frameworks; in those of other directories there may be state.
 _LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
 _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")

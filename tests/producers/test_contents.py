@@ -406,7 +406,7 @@ def test_a_checkpoint_called_as_an_asset_is_read(name: str, tmp_path: Path) -> N
         assert [tensor.name for tensor in ckpt.tensors() if tensor.name.endswith("moved")]
 
 
-@pytest.mark.parametrize("suffix", ["tmp", "part"])
+@pytest.mark.parametrize("suffix", ["tmp", "part", "incomplete"])
 def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(suffix: str, tmp_path: Path) -> None:
     """`optimizer.pt.tmp` alone was left out without a word."""
     folder = saved(tmp_path / "step_100")
