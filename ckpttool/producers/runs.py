@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -410,12 +410,19 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     files = {place: of_step for place, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
     if all(_is_of_rank(name) for of_step in files.values() for name in of_step):
         return
-    kinds = {place: Counter(map(_masked, of_step)) for place, of_step in files.items()}
+    # What an interrupted save left beside the file that it was of is none of the step's.
+    left = {place: [name for name in of_step if _is_remnant(name, of_step)] for place, of_step in files.items()}
+    files = {place: [name for name in of_step if name not in left[place]] for place, of_step in files.items()}
+    for (order, step), names in left.items():
+        for name in names:
+            nbytes, kind = directory.size(name), "safetensors" if ".safetensors" in name else "torch"
+            yield RunCheckpoint(name, directory.at(name), step, nbytes, None, kind, _NOT_ENDED, order=order)
+    kinds = {place: Counter(_masked(n) for n in of_step if not _is_unfinished(n)) for place, of_step in files.items()}
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
-        is_left = any(UNFINISHED.search(name.rpartition("/")[2]) for name in of_step)
-        why_not = _NOT_ENDED if is_left else _empty(directory, of_step) or _lacking(kinds[place], others)
+        why_not = _NOT_ENDED if any(map(_is_unfinished, of_step)) else None
+        why_not = why_not or _empty(directory, of_step) or _lacking(kinds[place], others)
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
             why_not = "an empty file" if not nbytes else why_not
@@ -431,6 +438,17 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         path, nbytes, last = directory.at(name), directory.size(name), max(place.order for place in files)
         kind = "safetensors" if name.endswith(".safetensors") else "torch"
         yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)
+
+
+def _is_unfinished(name: str) -> bool:
+    return UNFINISHED.search(name.rpartition("/")[2]) is not None
+
+
+def _is_remnant(name: str, names: Collection[str]) -> bool:
+    """Return whether the save of a file did not end, by its name, and there is one that did: `step_1.pt.tmp`."""
+    folder, separator, last = name.rpartition("/")
+    ended = UNFINISHED.sub("", last)
+    return ended != last and f"{folder}{separator}{ended}" in names
 
 
 def _is_of_rank(name: str) -> bool:

@@ -290,6 +290,24 @@ def test_a_file_whose_save_has_not_ended_is_no_newest_checkpoint(name: str, nbyt
     assert any(name in warning.text for warning in ckpttool.inspect(run).warnings)
 
 
+@pytest.mark.parametrize("suffix", ["{}.tmp", "tmp_{}"])
+@pytest.mark.parametrize("names", ["epoch_1.pth epoch_2.pth", "model_1.pt optim_1.pt model_2.pt optim_2.pt"])
+def test_what_is_left_of_a_save_beside_the_file_makes_no_step_incomplete(
+    names: str, suffix: str, tmp_path: Path
+) -> None:
+    """A run with `epoch_2.pth` and `epoch_2.pth.tmp` had no checkpoint that is complete."""
+    save(tmp_path, names)
+    last = tmp_path / names.split()[-1]
+    (tmp_path / suffix.format(last.name)).write_bytes(last.read_bytes()[:1000])
+    run = ckpttool.inspect(tmp_path).facts["run"]
+    found = sorted((one["step"], not one["complete"], one["taken"]) for one in run)
+    assert found == [(1, False, False), (2, False, True), (2, True, False)]
+    # One that was not renamed is of the step, which lacks it.
+    last.unlink()
+    run = ckpttool.inspect(tmp_path).facts["run"]
+    assert [(one["step"], one["taken"]) for one in run if one["complete"]] == [(1, True)]
+
+
 @pytest.mark.parametrize("names", ["model_1.pt model_2.pt", "state_0.pt state_2.pt", "net_1.pt net_2.pt net_3.pt"])
 @pytest.mark.parametrize("is_ensemble", [True, False])
 def test_numbered_models_are_steps_only_if_their_values_are_alike(
