@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
-from ckpttool.catalogue.entries import Catalogue, Part, Path, Tensor, dotted
+from ckpttool.catalogue.entries import KINDS, Catalogue, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import is_averaged
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -26,6 +27,8 @@ from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 from ckpttool.text import plural, some
 from ckpttool.transfer import twins
+
+_OF_STATE = re.compile(rf"({'|'.join(KINDS)})(-.*)?\.safetensors(\.index\.json)?")  # as a state names its parts
 
 
 def open_directory(directory: Directory, options: OpenOptions, producer: Producer) -> Source:
@@ -120,11 +123,23 @@ def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Ite
             yield incomplete(text, directory, **({"concerns": [dotted(c.root[:1])]} if c.root else {}))
 
 
+class _Lacking(NamedTuple):
+    """The file that is missing beside a component that says so, and the name and the root of that."""
+
+    file: str
+    name: str
+    root: str
+
+    @property
+    def folder(self) -> str:
+        return self.name.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Opening:
     """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
     are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none,
-    `lacking` the file that is missing beside a component that says so, and the root of that."""
+    `lacking` what is missing beside components."""
 
     directory: Directory
     components: list[Component]
@@ -133,7 +148,7 @@ class _Opening:
     faults: list[CkptError] = field(default_factory=list)
     mounted: list[Mounted] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    lacking: list[tuple[str, str]] = field(default_factory=list)
+    lacking: list[_Lacking] = field(default_factory=list)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -151,10 +166,7 @@ class _Opening:
                 self.add(combined, component)
             if not combined.catalogue.entries:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
-            if len(self.lacking) > 1:
-                text = f"`{self.lacking[0][0]}` is missing, which has all but the tensors of the training state"
-                concerns = [root for _, root in self.lacking if root != "model"]
-                self.faults.append(incomplete(text, self.directory, concerns=concerns))
+            self.faults.extend(self._without_state())
             combined.catalogue.faults += self.faults
             combined.catalogue.facts |= {"mounted": _listed(self.mounted), "components": self.mounted}
             combined.catalogue.facts |= {"unused": self.unused} if self.unused else {}
@@ -180,7 +192,8 @@ class _Opening:
         catalogue = source.catalogue
         folder = component.name if component.name.endswith("/") else ""
         self.unused.extend(f"{folder}{name}" for name in catalogue.facts.pop("unused", ()))
-        self.lacking.extend((name, dotted(component.root)) for name in catalogue.facts.pop("lacks", ()))
+        if (file := catalogue.facts.pop("lacks", None)) is not None:
+            self.lacking.append(_Lacking(file, component.name, dotted(component.root)))
         if component.spare and (twin := twins.find(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
             model = f"`{dotted(twin.root)}`" if twin.root else "the model"
@@ -200,6 +213,16 @@ class _Opening:
             self.warnings.setdefault(warning, []).append(name)
         catalogue.warnings = []
         combined.mount(source, component.root, _part_below(catalogue, component.key))
+
+    def _without_state(self) -> Iterator[CorruptError]:
+        """Yield an error for each folder with two or more parts of a training state and without the file that has the
+        rest. Under other names than those of a state they may be models that were copied from several."""
+        for folder in dict.fromkeys(one.folder for one in self.lacking):
+            found = [one for one in self.lacking if one.folder == folder]
+            if len(found) > 1 and any(_OF_STATE.fullmatch(one.name.rpartition("/")[2]) for one in found):
+                text = f"`{found[0].file}` is missing, which has all but the tensors of the training state"
+                concerns = [one.root for one in found if one.root != "model"]
+                yield incomplete(text, self.directory, concerns=concerns)
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""

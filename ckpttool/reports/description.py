@@ -29,6 +29,7 @@ _APART = (
     *(
         "buffers",
         "counters",
+        "lacks",
         "number",
         "numbers",
         "step",

@@ -974,3 +974,24 @@ def test_a_training_state_without_its_state_file(tmp_path: Path) -> None:
         loaded = torch.load(tmp_path / "out.pt", weights_only=True)
         assert loaded.get("model", loaded)["w"].tolist() == [1, 1, 1]
         assert any("a part of a training state" in str(warning) for warning in ckpttool.inspect(source).warnings)
+    assert "lacks" not in str(ckpttool.inspect(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(
+    "names", [("unet/model", "vae/model"), ("model_a", "model_b"), ("model_1", "model_2")], ids=lambda names: names[0]
+)
+def test_models_of_several_training_states_are_no_damaged_one(names: tuple[str, str], tmp_path: Path) -> None:
+    weights = torch.randn(2, 16, 8)
+    for own, name in zip(weights, names, strict=True):
+        state = {"model": {"w": own.clone()}, "optimizer": {"lr": 0.1}, "step": 1}
+        torch.save(state, tmp_path / "state.pt")
+        ckpttool.convert(tmp_path / "state.pt", tmp_path / "state", to="safetensors", overwrite=True)
+        target = tmp_path / "models" / f"{name}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "state" / "model.safetensors", target)
+    ckpttool.convert(tmp_path / "models", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(torch.stack([loaded[name.partition("/")[0]]["w"] for name in names]), weights)
+    assert any(
+        "a part of a training state" in str(warning) for warning in ckpttool.inspect(tmp_path / "models").warnings
+    )

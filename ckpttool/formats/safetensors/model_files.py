@@ -115,7 +115,7 @@ class HeaderMerger:
         if self._is_of_state and not (self._root / state_json.NAME).exists():
             text = f"a part of a training state: `{state_json.NAME}`, which has all but the tensors, is not beside it"
             self.catalogue.warnings.append(Warning("missing-part", text))
-            self.catalogue.facts["lacks"] = [state_json.NAME]
+            self.catalogue.facts["lacks"] = state_json.NAME
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
