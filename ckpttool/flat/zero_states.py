@@ -323,7 +323,7 @@ def masters_of(state: Mapping[str, Any], file: str) -> Masters:
         raise CorruptError(f"`{file}`: {counts[0]} float32 weights of {counts[1]} parameters", file=file)
     every = []
     for own, group in zip(ids, refs, strict=True):
-        if not all(isinstance(ref, TensorRef) and is_row_major(ref.shape, ref.strides) for ref in group):
+        if not all(isinstance(ref, TensorRef) for ref in group):
             raise CorruptError(f"`{file}`: float32 weights that are no tensors", file=file)
         starts = accumulate((prod(ref.shape) for ref in group), initial=0)
         every.append([MasterLine(*one) for one in zip(own, group, starts, strict=False)])
@@ -372,14 +372,16 @@ def by_parameter(
         for name, shape in shapes.items():
             line = next(one for one in lines if at < one.end)
             kinds = as_dict(of_ids.get(line.id))
-            if any(is_of_elements(value) and value.shape != line.ref.shape for value in kinds.values()):
+            own = {**kinds, "": line.ref}
+            of_elements = {kind: value for kind, value in own.items() if is_of_elements(value)}
+            if any(value.shape != line.ref.shape for value in of_elements.values()):
                 return None
-            own = {
-                kind: replace(value, offset=value.offset + at - line.start, shape=shape, strides=row_major(shape))
-                if is_of_elements(value)
-                else value
-                for kind, value in {**kinds, "": line.ref}.items()
-            }
+            # A weight by itself may lie in another order, as that of channels last does.
+            if line.ref.shape != shape:
+                if not all(is_row_major(value.shape, value.strides) for value in of_elements.values()):
+                    return None
+                place = {"shape": shape, "strides": row_major(shape)}
+                own |= {k: replace(v, offset=v.offset + at - line.start, **place) for k, v in of_elements.items()}
             weights[name] = own.pop("")
             if own:
                 state[name] = own
@@ -391,4 +393,5 @@ def by_parameter(
 def with_masters(inner: Mapping[str, Any], masters: Masters) -> dict[str, Any]:
     """Return the state of an optimizer with the float32 weights as state of each id."""
     own = {line.id: {"fp32": line.ref} for group in masters for line in group}
-    return {**inner, "state": {k: {**as_dict(v), **own.get(k, {})} for k, v in as_dict(inner.get("state")).items()}}
+    state = as_dict(inner.get("state"))
+    return {**inner, "state": {k: {**as_dict(state.get(k)), **own.get(k, {})} for k in {**state, **own}}}

@@ -172,6 +172,49 @@ def test_weights_of_fp16_without_zero_have_the_names_of_the_model(tmp_path: Path
         assert state["loss_scaler"]["cur_scale"] == 16 and "fp32_groups" not in str(state.keys())
 
 
+@pytest.mark.parametrize("of", ["all", "moments", "weights"])
+def test_weights_of_fp16_in_another_order(of: str, tmp_path: Path) -> None:
+    """As those of channels last, or `weight.T` as a parameter: they were called no tensors, or moments exchanged."""
+    path = copied("zero0_fp16_w2", tmp_path)
+    names = ["embed.weight", "up.weight", "down.weight"]
+    turned = lambda value: value.detach().T.contiguous().T  # noqa: E731
+
+    def by(tree: Any) -> None:
+        own = tree["optimizer"]
+        if of != "moments":
+            own["fp32_groups"][0] = [turned(value) for value in own["fp32_groups"][0]]
+        if of == "all":
+            tree["module"] |= {name: turned(tree["module"][name]) for name in names}
+        if of != "weights":
+            for number in range(3):
+                kinds = own["optimizer_state_dict"]["state"][number]
+                kinds |= {kind: turned(value) for kind, value in kinds.items() if value.dim() == 2}
+
+    change(path / WITHOUT_ZERO[1], by)
+    state = converted(path, tmp_path)
+    wanted = expected("zero0_fp16_fused_w2")
+    for number, name in enumerate(names):
+        is_named = of != "weights"
+        found = state["optimizer"]["state"][name if is_named else number]
+        require_same({k: v for k, v in found.items() if k != "fp32"}, wanted["moments"][name])
+        assert (state["model"][name] if is_named else found["fp32"]).equal(wanted["weights"][name])
+
+
+def test_weights_of_fp16_of_an_optimizer_without_state(tmp_path: Path) -> None:
+    """SGD has none, and the float32 weights were left out where they prove no names."""
+    path = copied("zero0_fp16_w2", tmp_path)
+
+    def by(tree: Any) -> None:
+        tree["optimizer"]["optimizer_state_dict"]["state"] = {}
+        tree["module"]["frozen"].copy_(tree["module"]["down.bias"])
+
+    change(path / WITHOUT_ZERO[1], by)
+    saved = torch.load(path / WITHOUT_ZERO[1], weights_only=False)
+    state = converted(path, tmp_path)
+    for number, weight in enumerate(chain.from_iterable(saved["optimizer"]["fp32_groups"])):
+        require_same(state["optimizer"]["state"][number], {"fp32": weight.detach()})
+
+
 @pytest.mark.parametrize("name", ["zero0_fp16_fused_w2", "zero0_fp16_w2"])
 @pytest.mark.parametrize("spoil", ["averages", "another", "twins"])
 def test_weights_of_fp16_that_prove_no_names(name: str, spoil: str, tmp_path: Path) -> None:
