@@ -291,12 +291,13 @@ def rounded(data: bytes, dtype: str) -> bytes | None:
 
 
 class MasterLine(NamedTuple):
-    """The float32 weights of what an optimizer of fp16 has an id for, a parameter or a whole group of them, from an
-    element of the group on: `MasterLine(0, TensorRef(...), 0)`."""
+    """The float32 weights of what an optimizer of fp16 has an id for, a parameter or, flat, a whole group of them, from
+    an element of the group on: `MasterLine(0, TensorRef(...), 0, is_flat=False)`."""
 
     id: Any
     ref: TensorRef
     start: int
+    is_flat: bool
 
     @property
     def end(self) -> int:
@@ -326,7 +327,7 @@ def masters_of(state: Mapping[str, Any], file: str) -> Masters:
         if not all(isinstance(ref, TensorRef) for ref in group):
             raise CorruptError(f"`{file}`: float32 weights that are no tensors", file=file)
         starts = accumulate((prod(ref.shape) for ref in group), initial=0)
-        every.append([MasterLine(*one) for one in zip(own, group, starts, strict=False)])
+        every.append([MasterLine(*one, isinstance(flat, list)) for one in zip(own, group, starts, strict=False)])
     return every
 
 
@@ -339,8 +340,14 @@ def in_groups(
     groups, ends = [dict[str, Ints]() for _ in masters], [0] * len(masters)
 
     def is_at(i: int, start: int, name: str) -> bool:
-        end = start + prod(parameters[name])
-        return any(one.start <= start and end <= one.end and has(one, start - one.start, name) for one in masters[i])
+        shape, end = parameters[name], start + prod(parameters[name])
+        return any(
+            one.start <= start
+            and end <= one.end
+            and (one.is_flat or (one.start, one.ref.shape) == (start, shape))
+            and has(one, start - one.start, name)
+            for one in masters[i]
+        )
 
     for name, shape in parameters.items():
         own = [i for i, end in enumerate(ends) if prod(shape) and is_at(i, end, name)]

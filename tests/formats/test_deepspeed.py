@@ -200,6 +200,21 @@ def test_weights_of_fp16_in_another_order(of: str, tmp_path: Path) -> None:
         assert (state["model"][name] if is_named else found["fp32"]).equal(wanted["weights"][name])
 
 
+def test_a_frozen_parameter_is_no_piece_of_another_one(tmp_path: Path) -> None:
+    """Of a norm's weight, which begins with as many ones; the names were said not to be proven."""
+    path = copied("zero0_fp16_w2", tmp_path)
+
+    def by(tree: Any) -> None:
+        tree["module"]["scale"].copy_(tree["module"]["up.bias"][:1])
+        tree["optimizer"]["fp32_groups"][1][0] = tree["optimizer"]["fp32_groups"][1][1].detach()[:1].clone()
+        tree["module"]["frozen"].copy_(tree["module"]["up.bias"][:5])
+
+    change(path / WITHOUT_ZERO[1], by)
+    assert converted(path, tmp_path)["optimizer"]["state"].keys() == expected("zero0_fp16_fused_w2")["moments"].keys()
+    sample = converted(RUNS.parent / "other" / "deepspeed_zero0_w2", tmp_path / "bf16")
+    assert "norm.weight" in sample["optimizer"]["state"]
+
+
 def test_weights_of_fp16_of_an_optimizer_without_state(tmp_path: Path) -> None:
     """SGD has none, and the float32 weights were left out where they prove no names."""
     path = copied("zero0_fp16_w2", tmp_path)
