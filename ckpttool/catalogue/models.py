@@ -36,7 +36,7 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
 _AVERAGES |= {"phema", "slow"}
 _COPIES = {*_AVERAGES, "best"}
-_TRAINED = "current"  # beside the average, which Lightning saves as the model
+_TRAINED = "current_model_state"  # beside the average, which Lightning saves as the model
 _HEAD = re.compile(r"(.*\.)?(lm_head|output|decoder|head|proj_out|generator|wte|\w*emb\w*|tok\w*)\.weight")
 _PLAIN = {"optimizer", "optim", "opt", "state", "dict"}
 _WHOLE = {
@@ -209,9 +209,9 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
 def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose keys say that they are copies, and of which one."""
     words = {model.part: _words((*model.part.root, *_outermost(model))) for model in every}
-    if trained_now := {model.shapes for model in every if _TRAINED in words[model.part]}:
+    if trained_now := {model.shapes for model in every if _TRAINED in model.part.root}:
         alike = [model.part for model in every if model.shapes in trained_now]
-        words |= {part: {*words[part], "averaged"} for part in alike if _TRAINED not in words[part]}
+        words |= {part: {*words[part], "averaged"} for part in alike if _TRAINED not in part.root}
     said = _COPIES if any(not words[model.part] & _COPIES for model in every) else _AVERAGES
     copies = [model for model in every if words[model.part] & said]
     others = [model for model in every if not words[model.part] & said]

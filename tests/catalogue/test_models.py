@@ -102,6 +102,11 @@ def test_the_model_beside_the_one_that_is_trained_is_its_average() -> None:
     assert owners(every) == {"optimizer_states": ["current_model_state"]}
 
 
+def test_what_is_current_has_no_average_beside_it() -> None:
+    """The opponent of self-play is another model, and was called an average."""
+    assert averages(found(current=net().state_dict(), opponent=net().state_dict())) == {}
+
+
 def test_an_average_is_told_by_the_key_around_all_of_it() -> None:
     """Of `PostHocEMA`, which has the averages of two rates below its own key."""
     model = net()
