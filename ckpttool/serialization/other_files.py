@@ -76,7 +76,11 @@ def is_text(name: str, head: bytes) -> bool:
     except UnicodeDecodeError as error:
         # The end of the head may be the middle of a character.
         text = head[: error.start].decode() if error.start > len(head) - 4 else "\0"
-    return _CONTROL.search(text) is None or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
+    if (count := len(_CONTROL.findall(text))) == 0:
+        return True
+    # A bell, or what a killed process left, in lines of text.
+    is_lines = count * 100 <= len(text) <= text.count("\n") * 200
+    return is_lines or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
 
 
 def is_archive(head: bytes, name: str = "") -> bool:

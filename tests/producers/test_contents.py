@@ -397,6 +397,15 @@ def test_elements_of_one_byte_are_no_text(name: str, value: int, tmp_path: Path)
     assert "cannot be read in full" in report.message and name in str(report.findings)
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "slurm-12.out"])
+def test_lines_with_a_control_character_are_a_text(name: str, tmp_path: Path) -> None:
+    """A bell, or what a process leaves that is killed: it was an error."""
+    folder = saved(tmp_path / "step_100")
+    (folder / name).write_bytes(b"step 1, loss 0.3\n" * 50 + b"\0\0\x1a done \x07\n" + b"step 2, loss 0.2\n" * 50)
+    opened = ckpttool.inspect(folder)
+    assert name in opened.facts["assets"] and not opened.faults
+
+
 @pytest.mark.parametrize("name", ["vocab.txt", "best.lock", "LICENSE", "log/tb.log"])
 def test_a_checkpoint_called_as_an_asset_is_read(name: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "step_100")
