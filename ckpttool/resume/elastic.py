@@ -60,7 +60,7 @@ class Elastic:
 
     def _state(self, name: str) -> RunState | None:
         """Return the state of a run where its first step began after it had resumed, or saved the step of that."""
-        if name in ("A", "A2"):
+        if name == "A":
             return self.explanation.after_save(name)
         states = self.starts.hooked[name].states
         return states.get(1) if name != FRESH else states.get(self.starts.seen[name].began("number").get(self._at) or 0)
@@ -92,6 +92,7 @@ class Elastic:
 
     def _data(self) -> Iterator[RunDifference]:
         report, own = self.starts.report, [*_portions(self._steps("B"))]
+        of_fresh = f"a run from its start on {plural(self.world, 'rank')}"
         if not any(own):
             report.unshown.append("what run B was trained on was not seen")
             return
@@ -99,28 +100,26 @@ class Elastic:
         if _follows(of_a[taken:], own):
             self.goes_on.append("the data go on as in run A")
             return
-        places = {"A": (taken, of_a)}
+        places = {"run A": (taken, of_a)}
         if (fresh := self._fresh) is not None:
-            places[FRESH] = self.starts.taken(self._at, fresh, counted=True), [*_portions(self._steps(FRESH))]
-            since, portions = places[FRESH]
+            since, portions = self.starts.taken(self._at, fresh, counted=True), [*_portions(self._steps(FRESH))]
+            places[of_fresh] = since, portions
             if _are_equal(portions[since:], own):
-                self.goes_on.append(f"the data are those of a run from its start on {plural(self.world, 'rank')}")
+                self.goes_on.append(f"the data are those of {of_fresh}")
                 return
         if self._goes_on_by_rank(taken):
             self.goes_on.append("the data of each rank that A had go on as in run A, those of others are in no run")
             return
-        for name, (since, portions) in places.items():
+        for of, (since, portions) in places.items():
             firsts = [first for first in range(len(portions)) if _follows(portions[first:], own)]
             if firsts:
                 first = min(firsts, key=lambda one: (one != 0, abs(one - since)))
-                of = "run A" if name == "A" else f"a run from its start on {plural(self.world, 'rank')}"
                 how = "restarted" if first == 0 else f"is off by {first - since:+d} steps"
                 message = f"the data {how}: the samples of step {since + 1} are those of step {first + 1} of {of}"
                 yield RunDifference("data not restored", message, step=self._at + 1)
                 return
-        than = f"a run from its start on {plural(self.world, 'rank')}"
         report.unshown.append(
-            f"the samples of run B are neither those that run A went on with, nor those of {than} at the same steps"
+            f"the samples of run B are neither those that run A went on with, nor those of {of_fresh} at the same steps"
         )
 
     def _goes_on_by_rank(self, taken: int) -> bool:
@@ -146,8 +145,7 @@ class Elastic:
         lost, kept = dict[int, list[str]](), set[int]()
         for kind in sorted(every):
             of_a, of_b = ([one.rng(rank).get(kind) for rank in range(one.world)] for one in (a, b))
-            for rank in range(world):
-                was, now = of_a[rank], of_b[rank]
+            for rank, (was, now) in enumerate(zip(of_a, of_b, strict=False)):
                 is_drawn = start is None or start.rng(rank).get(kind) != was
                 is_moved = now in of_a and of_b.count(now) <= of_a.count(now)
                 if is_drawn and self._matters(a, rank, kind):
@@ -167,8 +165,7 @@ class Elastic:
         if lost:
             causes = Causes(a, b, self._at + 1, start, others=[*self.starts.hooked["A"].states.values()])
             yield causes.lost(lost)
-        if kept and b.world > a.world:
-            new = ", ".join(map(str, range(a.world, b.world)))
+        if kept and (new := ", ".join(map(str, range(a.world, b.world)))):
             self.goes_on.append(f"of rank {new}, which A did not have, none was saved")
 
     def _matters(self, a: RunState, rank: int, kind: str) -> bool:
@@ -185,13 +182,11 @@ class Elastic:
     # Values -----------------------------------------------------------------------------------------------------------
 
     def _values(self) -> Iterator[RunDifference]:
-        report, lost = self.starts.report, self._lost("B")
-        if not (lost := {name: text for name, text in lost.items() if not self._is_explained(name)}):
-            return
-        without = self._lost(AS_SAVED) if self._is_exact_as_saved() else {}
+        lost = {name: text for name, text in self._lost("B").items() if not self._is_explained(name)}
+        without = self._lost(AS_SAVED) if lost and self._is_exact_as_saved() else {}
         for name, text in lost.items():
             if name in without:
-                report.not_loaded.append(name)
+                self.starts.report.not_loaded.append(name)
             else:
                 yield RunDifference("value not restored", text, name=name)
 
@@ -199,10 +194,10 @@ class Elastic:
         """Return which values of the checkpoint the script of A had, and not that of a run, and how."""
         with SavedState(self.explanation.saved) as saved:
             kinds = {name: saved.kind_of(name) for name in (*saved.every, *saved.objects)}
-        every = {names[0]: text for names, text in self.explanation.of_the_script(None, run)}
+        every = self.explanation.of_the_script(None, run)
         # What the samples show, and what is judged by what modules and optimizers have.
         aside = {"rng", "model", "optimizer", "scheduler", "scaler", *(["dataloader"] if self.goes_on else [])}
-        return {name: text for name, text in every.items() if kinds.get(name) not in aside}
+        return {names[0]: text for names, text in every if kinds.get(names[0]) not in aside}
 
     def _is_explained(self, name: str) -> bool:
         """Return whether a value is one that A does not change, or that follows from the number of ranks."""
@@ -216,10 +211,9 @@ class Elastic:
     def _is_exact_as_saved(self) -> bool:
         """Return whether a run that resumes on as many ranks as saved is as run A."""
         starts, report, a = self.starts, self.starts.report, self.starts.report.runs[0]
-        checkpoint = starts.restored(AS_SAVED, self.origin)
         run = starts.planned(AS_SAVED, step=self._at)
         try:
-            starts.resume(run, checkpoint)
+            starts.resume(run, starts.restored(AS_SAVED, self.origin))
         except RunEnded as ended:
             report.note(f"no resume on as many ranks as saved: {ended.failure.message}")
             return False

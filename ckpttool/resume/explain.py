@@ -109,17 +109,18 @@ class Explanation:
     def add_unloaded(self) -> None:
         """Add to the report what run B had not loaded when its first step began, where all that followed is as in the
         run that it is compared with."""
-        self.report.not_loaded, self.report.begun_anew = self.not_loaded(), self.begun_anew()
-        self.report.unshown += self._of_no_checkpoint()
+        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
+        if before is not None and after is not None:
+            differing = Causes(before, after, self.at + 1).differing
+            self.report.not_loaded = self._not_loaded(before, after, differing)
+            self.report.begun_anew = self._begun_anew(before, after)
+            self.report.unshown += self._of_no_checkpoint(before, after, differing)
 
-    def _of_no_checkpoint(self) -> list[str]:
+    def _of_no_checkpoint(self, before: RunState, after: RunState, differing: Sequence[str]) -> list[str]:
         """Return which tensors some ranks had not as A had them, of which the checkpoint has those of other ranks: no
         checkpoint shows what comes of it."""
-        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
-        if before is None or after is None or before.world != after.world:
-            return []
         lost: dict[tuple[int, ...], list[str]] = {}
-        for name in Causes(before, after, self.at + 1).differing:
+        for name in differing if before.world == after.world else ():
             was, now = ([one.get("sha256") for one in state.held(name)] for state in (before, after))
             if len(was) == len(now) == before.world and not self.digests.isdisjoint(was):
                 ranks = [rank for rank, one in enumerate(was) if one != now[rank] and one not in self.digests]
@@ -131,13 +132,10 @@ class Explanation:
             if ranks
         ]
 
-    def not_loaded(self) -> list[str]:
+    def _not_loaded(self, before: RunState, after: RunState, differing: Sequence[str]) -> list[str]:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
         followed is as in run A: it overwrites them, or does not use them."""
-        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
-        if before is None or after is None:
-            return []
-        lost = {one for name in Causes(before, after, self.at + 1).differing for one in before.digests(name)}
+        lost = {one for name in differing for one in before.digests(name)}
         names: list[str] = []
         if lost := lost - _digests(after):
             others = {digested(one) for rank in range(after.world) for one in after.of_script("loose", rank)}
@@ -173,22 +171,18 @@ class Explanation:
         ]
         return [one for one in found if one not in values], [*unseen, *(one.name or one.message for one in values)]
 
-    def begun_anew(self) -> list[str]:
+    def _begun_anew(self, before: RunState, after: RunState) -> list[str]:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
         when it had saved the step, and B began with as A did."""
-        states = self.hooked["A"].states.get(1), self.after_save("A"), self.hooked["B"].states.get(1)
+        states = *filter(None, [self.hooked["A"].states.get(1)]), before, after
         found: dict[str, list[int]] = {}
-        if (world := min((one.world if one is not None else 0) for one in states)) == 0:
-            return []
-        for rank in range(world):
-            start, was, now = (one.of_script("variables", rank) for one in states if one is not None)
-            own = {*(states[1] or states[0]).of_script("own", rank)}  # type: ignore[union-attr]
-            for one in sorted(own & start.keys() & now.keys() & was.keys()):
+        for rank in range(min(one.world for one in states) if len(states) > 2 else 0):
+            start, was, now = (one.of_script("variables", rank) for one in states)
+            for one in sorted({*before.of_script("own", rank)} & start.keys() & now.keys() & was.keys()):
                 is_anew = identity.same(start[one], now[one]) and not identity.same(was[one], now[one])
                 if is_anew and isinstance(was[one], (int, float, list)) and one not in self.report.not_loaded:
                     found.setdefault(one, []).append(rank)
-        seen = _seen(*(one for one in states if one is not None))
-        return [f"{one}{_of_ranks(ranks, seen)}" for one, ranks in found.items()]
+        return [f"{one}{_of_ranks(ranks, _seen(*states))}" for one, ranks in found.items()]
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -229,12 +223,12 @@ class Explanation:
             return None
         states, began = self.hooked[name].states, self.starts.seen[name].began("number").get(self.at)
         alike = [one for one in states.values() if self._counters and self._counters <= one.counters]
-        if (state := states.get(began or 0)) and (state in alike or not self._counters or not self._goneof(state)):
+        if (state := states.get(began or 0)) and (state in alike or not self._counters or not self._unlike(state)):
             return state
         # A save may go on in the background while the next steps are taken; in phases, optimizers count anew.
-        return min(alike, key=self._goneof, default=None)
+        return min(alike, key=self._unlike, default=None)
 
-    def _goneof(self, state: RunState) -> int:
+    def _unlike(self, state: RunState) -> int:
         """Return how many weights of a state are not those of the checkpoint."""
         names = [name for name, kind in state.kinds.items() if kind == "weight"]
         return sum(self.digests.isdisjoint(state.digests(name)) for name in names)

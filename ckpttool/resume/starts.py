@@ -367,7 +367,7 @@ class Starts:
         codes = {" ".join(code.split()) for code in _EXIT_CODE.findall(read_log(run.log))}
         is_aborted = -(process.poll() or 0) in _ABORTS or (codes & signals and codes <= {*signals, _TERMINATED})
         hooked = inject.read(self._recording) if is_aborted else Hooked()
-        if not hooked.steps or hooked.steps.keys() - hooked.ended:
+        if not hooked.steps or not all(hooked.ended.values()):
             return False
         self.report.note(
             f"run {run.name}: a process was aborted after the end of its script, which `torch.distributed."

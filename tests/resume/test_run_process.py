@@ -287,10 +287,10 @@ def test_a_killed_trial_leaves_no_rank(tmp_path: Path) -> None:
 
 
 ABORTED = """
-import atexit, os, sys
+import atexit, os, sys, time
 
-out, resumed, fails = sys.argv[1], sys.argv[2:3], {fails}
-if resumed and not fails and int(os.environ["RANK"]) == 1:
+out, resumed, fails, rank = sys.argv[1], sys.argv[2:3], "{fails}", int(os.environ["RANK"])
+if resumed and rank == 1 and fails in ("", "at its exit"):
     atexit.register(os.abort)  # last of all, as the threads of a process group that is not destroyed do
 import torch
 import torch.distributed as dist
@@ -302,25 +302,29 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 saved = torch.load(resumed[0]) if resumed else {{"model": model.state_dict(), "step": 0}}
 model.load_state_dict(saved["model"])
 for step in range(saved["step"] + 1, 5):
-    optimizer.zero_grad()
-    model(torch.full((1, 2), float(step))).sum().backward()
-    optimizer.step()
+    if rank == 0 or fails != "without a step":
+        optimizer.zero_grad()
+        model(torch.full((1, 2), float(step))).sum().backward()
+        optimizer.step()
     dist.barrier()
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save({{"model": model.state_dict(), "step": step}}, f"{{out}}/step-{{step}}.pt")
 dist.barrier()
-if resumed and fails and dist.get_rank() == 1:
+if fails == "without a step":  # as a rank that evaluates what the others have trained
+    time.sleep(2 * rank)
+if resumed and rank == 1 and fails in ("in a step", "without a step"):
     os.abort()
-dist.destroy_process_group()
+if resumed and rank == 1 and fails == "at its exit":
+    sys.exit(1)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_rank_that_is_aborted_after_the_end_of_its_script_has_not_failed(fails: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["", "in a step", "without a step", "at its exit"])
+def test_a_rank_that_is_aborted_after_the_end_of_its_script_has_not_failed(fails: str, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text(ABORTED.format(fails=fails))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "OUT"]
     given = {"at": 2, "until": 4, "checkpoints": "OUT/step-{step}.pt", "resume_with": "... {checkpoint}"}
     report = run(words, timeout=60.0, **given)  # type: ignore[arg-type]
     assert report.verdict == ("failed" if fails else "same"), report.message
-    assert any("aborted after the end of its script" in note for note in report.notes) != fails, report.notes
+    assert any("aborted after the end of its script" in note for note in report.notes) != bool(fails), report.notes

@@ -100,7 +100,7 @@ class Hooked:
     steps: dict[int, list[Observed]] = field(default_factory=dict)  # by rank
     states: dict[int, RunState] = field(default_factory=dict)  # where a step begins
     events: list[tuple[str, int]] = field(default_factory=list)  # what else happened, and after how many steps
-    ended: set[int] = field(default_factory=set)  # ranks whose script came to its end and raised nothing
+    ended: dict[int, bool] = field(default_factory=dict)  # whether the script of a rank came to its end and failed not
     controlled: int = 0  # tensors and the like that a control has changed, on all ranks
 
 
@@ -149,7 +149,8 @@ def read(folder: str) -> Hooked:
         # A launcher that starts its workers again leaves a file of each attempt: the last counts.
         if steps := [Observed(**one["step"]) for one in found if "step" in one]:
             hooked.steps[steps[0].rank] = steps
-            hooked.ended |= {steps[0].rank} if any("ended" in one for one in found) else set()
+        if ranks := [*(one.rank for one in steps[:1]), *(one["rank"] for one in found if "rank" in one)]:
+            hooked.ended[ranks[0]] = any("ended" in one for one in found)
     hooked.count = max(map(len, _letters(folder)), default=0)
     hooked.states = states.read(folder)
     return hooked

@@ -2,7 +2,7 @@
 
     hook.<pid>.jsonl      a line for each thing that was done, seen, changed by a control, or could not be done:
                           {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}; at the
-                          end of a script that raised nothing {"ended": true}
+                          end of a script that did not fail {"ended": true}
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
     state.<n>.<pid>.json  the state where the n-th step of all begins, if it is asked for
 
@@ -15,12 +15,13 @@ import functools
 import gc
 import hashlib
 import math
+import multiprocessing
 import operator
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from .control import Perturbation
 from .keep import Keeper
@@ -49,15 +50,26 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
     gc.freeze()
     observer = Observer(settings, note, torch, keeper)
     observer.start()
-    write(settings["folder"], {"did": did})
-    atexit.register(_end, settings["folder"])
+    is_rank = "RANK" in os.environ and multiprocessing.parent_process() is None
+    write(settings["folder"], {"did": did, **({"rank": rank(torch)} if is_rank else {})})
+    _watch_end(settings["folder"])
     return observer
 
 
-def _end(folder: str) -> None:
+def _watch_end(folder: str) -> None:
     """Write down that the script came to its end: what becomes of the process after that is not its doing."""
-    if not hasattr(sys, "last_value"):  # which an exception that nobody caught leaves
-        write(folder, {"ended": True})
+    exit_as_before, codes = sys.exit, list[Any]()
+
+    def end() -> None:
+        if not any(codes) and not hasattr(sys, "last_value"):  # which an exception that nobody caught leaves
+            write(folder, {"ended": True})
+
+    def leave(code: Any = None, /) -> NoReturn:
+        codes.append(code)
+        exit_as_before(code)
+
+    sys.exit = leave
+    atexit.register(end)
 
 
 def _switches(torch: Any, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
