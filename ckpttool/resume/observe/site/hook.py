@@ -415,16 +415,16 @@ class Observer:
 
     def _samples_of(self, values: Any) -> list[str]:
         """Return the digests of the samples in nested values: what tensors have at one place of their first dimension,
-        whose size is that of the first such tensor."""
+        whose size is that of the first such tensor; of others, as a mask, each sample has all, but not of offsets."""
         flats = [(local(one), flat_on_cpu(one)) for one in self._given(values) if one.ndim and has_elements(local(one))]
         count = len(flats[0][0]) if flats else 0
         samples = [hashlib.sha256() for _ in range(count)]
-        for own, flat in [(own, flat) for own, flat in flats if len(own) == count and flat.numel()]:
+        for own, flat in [(own, flat) for own, flat in flats if flat.numel()]:
             data, kind = memoryview(elements(flat)).cast("B"), f"{own.dtype}{list(own.shape[1:])}".encode()
-            size = len(data) // count
-            for at, sample in enumerate(samples):
+            size, whole = len(data) // (count or 1), hashlib.sha256(data).digest() if len(own) != count else None
+            for at, sample in enumerate(samples if whole is None or own.ndim > 1 else ()):
                 sample.update(kind)
-                sample.update(data[at * size : (at + 1) * size])
+                sample.update(whole or data[at * size : (at + 1) * size])
         return [sample.hexdigest()[:DIGITS] for sample in samples]
 
     def _digest(self, values: Any) -> str | None:
