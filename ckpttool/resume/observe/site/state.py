@@ -192,7 +192,7 @@ class Recorder:
         """Return the bytes of the state of a generator of the script; None for others."""
         with suppress(Exception):  # of a class that does not like to be looked at
             if isinstance(one, self._torch.Generator):
-                return bytes(elements(one.get_state()))
+                return bytes(one.get_state().tolist())  # of what is gone, `elements` would be a view
             if isinstance(one, random.Random):
                 return repr(one.getstate()).encode()
             if type(one).__module__.startswith("numpy.random") and type(one).__name__ in ("Generator", "RandomState"):
