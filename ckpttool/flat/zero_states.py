@@ -7,6 +7,8 @@ what is not of each element, such as the step, a group has once.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -332,22 +334,24 @@ def masters_of(state: Mapping[str, Any], file: str) -> Masters:
 
 
 def in_groups(
-    parameters: Mapping[str, Ints], masters: Masters, has: Callable[[MasterLine, int, str], bool]
+    parameters: Mapping[str, Ints],
+    masters: Masters,
+    has: Callable[[MasterLine, int, str], bool],
+    first: Callable[[str], bytes],
 ) -> list[dict[str, Ints]] | None:
     """Return the parameters of each group, which has them one after the other in the order of the model. `has(line,
-    start, name)` is whether a line has the elements of a parameter from there on; one that no line has is frozen. None
-    if they do not fill the lines, or would do so in another way, too."""
+    start, name)` is whether a line has the elements of a parameter from there on, `first(name)` the first of these; a
+    parameter that no line has is frozen. None if they do not fill the lines, or would do so in another way, too."""
     groups, ends = [dict[str, Ints]() for _ in masters], [0] * len(masters)
+    begins = [[line.start for line in group] for group in masters]
+    places = defaultdict[bytes, list[tuple[int, int]]](list)
 
     def is_at(i: int, start: int, name: str) -> bool:
-        shape, end = parameters[name], start + prod(parameters[name])
-        return any(
-            one.start <= start
-            and end <= one.end
-            and (one.is_flat or (one.start, one.ref.shape) == (start, shape))
-            and has(one, start - one.start, name)
-            for one in masters[i]
-        )
+        shape, k = parameters[name], bisect_right(begins[i], start) - 1
+        one = masters[i][k] if k >= 0 else None
+        if one is None or start + prod(shape) > one.end:
+            return False
+        return (one.is_flat or (one.start, one.ref.shape) == (start, shape)) and has(one, start - one.start, name)
 
     for name, shape in parameters.items():
         own = [i for i, end in enumerate(ends) if prod(shape) and is_at(i, end, name)]
@@ -355,15 +359,12 @@ def in_groups(
             return None
         for i in own:
             groups[i][name] = shape
+            places[first(name)].append((i, ends[i]))
             ends[i] += prod(shape)
     if ends != [group[-1].end if group else 0 for group in masters]:
         return None
-    starts = [[*accumulate(map(prod, group.values()), initial=0)] for group in groups]
-    left = parameters.keys() - {name for group in groups for name in group}
-    might = (
-        is_at(i, at, name) for name in left if prod(parameters[name]) for i, row in enumerate(starts) for at in row
-    )
-    return None if any(might) else groups
+    left = [name for name in parameters.keys() - {n for group in groups for n in group} if prod(parameters[name])]
+    return None if any(is_at(i, at, name) for name in left for i, at in places.get(first(name), ())) else groups
 
 
 def by_parameter(

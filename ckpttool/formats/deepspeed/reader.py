@@ -420,7 +420,10 @@ class _ZeroOpening(OpenDirectory):
             if isinstance(ref, TensorRef) and name not in buffers and first.setdefault(_place(ref, name), name) == name
         }
         groups = zero_states.in_groups(
-            parameters, masters, lambda line, start, name: self.is_rounded(line.ref, start, module[name])
+            parameters,
+            masters,
+            lambda line, start, name: self.is_rounded(line.ref, start, module[name]),
+            lambda name: self.read(self.first.place(module[name]), module[name].dtype.itemsize),
         )
         return None if groups is None else zero_states.by_parameter(inner, masters, groups)
 
