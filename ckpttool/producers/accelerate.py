@@ -61,9 +61,9 @@ def prefer_deepspeed(directory: Directory, layout: Layout) -> None:
         ]
 
 
-def require_state(directory: Directory, layout: Layout) -> None:
-    """Add the file to `missing` by which a directory is known to be the Trainer's, beside its generators. Those of
-    accelerate have another name."""
+def adjust_layout(directory: Directory, layout: Layout) -> None:
+    """Take the weights of DeepSpeed; and add the file to `missing` by which a directory is known to be the Trainer's,
+    beside its generators. Those of accelerate have another name."""
     prefer_deepspeed(directory, layout)
     if directory.has(r"rng_state(_0)?\.pth") and not directory.has(r"random_states_\d+\.pkl"):
         layout.missing.append("`trainer_state.json` is missing: the Trainer saves it with its generators")
@@ -163,7 +163,7 @@ ACCELERATE = Producer(
     (r"random_states_\d+\.pkl|optimizer\.bin|pytorch_model_fsdp(_\d+)?(/|\.bin|_rank\d+\.bin)",),
     _PATTERNS,
     expected=("model", "optimizer", "rng"),
-    adjust=require_state,
+    adjust=adjust_layout,
     writes=(_SHARDED, _FULL, _DDP),
     choose=_choose,
 )

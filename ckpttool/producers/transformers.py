@@ -132,6 +132,6 @@ PRETRAINED = Producer(
     (r"(adapter_)?config\.json", r".*\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"),
     _PRETRAINED,
     applies=lambda directory: not directory.has(r"ckpttool\.json|(__\d+)?\.metadata"),
-    adjust=accelerate.require_state,
+    adjust=accelerate.adjust_layout,
     checkpoint_folders=_CHECKPOINT,
 )
