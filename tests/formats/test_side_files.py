@@ -256,7 +256,7 @@ def test_side_files_are_no_targets(tmp_path: Path) -> None:
             ckpttool.convert(tmp_path / "x", tmp_path / "y", to=row.target)
 
 
-@pytest.mark.parametrize("row", filter(lambda row: row.create, ROWS.values()), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.create], ids=lambda row: row.name)
 def test_losses_name_what_a_format_cannot_store(row: Format, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, dtype=torch.bfloat16), "odd": {"x": {1, 2j}}, 3: (1, 2)}, tmp_path / "a.pt")
     planned = select.start(opened(tmp_path / "a.pt").catalogue)

@@ -1045,7 +1045,7 @@ def test_deepspeed_that_contradicts_itself_is_a_fault_beside_the_rest(tmp_path: 
 
 
 @pytest.mark.sweep(8)
-@pytest.mark.parametrize(("name", "file"), one_of_each_kind())
+@pytest.mark.parametrize(("name", "file"), [*one_of_each_kind()])
 def test_damage_ends_in_one_of_our_errors(name: str, file: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path_of(name), tmp_path / "ckpt"))
     whole = (copy / file).read_bytes()
