@@ -166,7 +166,7 @@ class _Opening:
                 self.add(combined, component)
             if not combined.catalogue.entries:
                 raise self.faults[0] if self.faults else ReadError(f"`{path}` holds nothing", file=path)
-            self.faults.extend(self._without_state())
+            self.faults.extend(self._without_rest())
             combined.catalogue.faults += self.faults
             combined.catalogue.facts |= {"mounted": _listed(self.mounted), "components": self.mounted}
             combined.catalogue.facts |= {"unused": self.unused} if self.unused else {}
@@ -214,15 +214,18 @@ class _Opening:
         catalogue.warnings = []
         combined.mount(source, component.root, _part_below(catalogue, component.key))
 
-    def _without_state(self) -> Iterator[CorruptError]:
-        """Yield an error for each folder with two or more parts of a training state and without the file that has the
-        rest. Under other names than those of a state they may be models that were copied from several."""
-        for folder in dict.fromkeys(one.folder for one in self.lacking):
-            found = [one for one in self.lacking if one.folder == folder]
-            if len(found) > 1 and any(_OF_STATE.fullmatch(one.name.rpartition("/")[2]) for one in found):
-                text = f"`{found[0].file}` is missing, which has all but the tensors of the training state"
-                concerns = [one.root for one in found if one.root != "model"]
-                yield incomplete(text, self.directory, concerns=concerns)
+    def _without_rest(self) -> Iterator[CorruptError]:
+        """Yield an error for each folder with two or more parts of a training state, or of a model with an index, and
+        without the file that has the rest. Parts under other names than those of a state may be models that were copied
+        from several."""
+        for folder, file in dict.fromkeys((one.folder, one.file) for one in self.lacking):
+            found = [one for one in self.lacking if (one.folder, one.file) == (folder, file)]
+            is_of_state = not file.endswith(".index.json")
+            names = (one.name.rpartition("/")[2] for one in found)
+            if len(found) > 1 and (not is_of_state or any(map(_OF_STATE.fullmatch, names))):
+                rest = "all but the tensors of the training state" if is_of_state else "what its files do not say"
+                concerns = [one.root for one in found if one.root != "model" or not is_of_state]
+                yield incomplete(f"`{file}` is missing, which has {rest}", self.directory, concerns=concerns)
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:
         """Add files of ranks that no format joins: once if they are equal, else one per rank."""

@@ -9,6 +9,7 @@ import zlib
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -669,7 +670,7 @@ def test_metadata_of_the_source_is_kept(tmp_path: Path) -> None:
     ckpttool.convert(str(tmp_path / "a.safetensors"), str(tmp_path / "d"), to="safetensors", max_shard_size=40)
     assert json.loads((tmp_path / "d/model.safetensors.index.json").read_text())["metadata"]["step"] == "3"
     with safetensors.safe_open(next((tmp_path / "d").glob("*.safetensors")), "pt") as file:
-        assert without_checksums(file.metadata()) == {"format": "pt"}
+        assert without_checksums(file.metadata()) == {"format": "pt", "ckpttool.index": "model.safetensors.index.json"}
 
 
 def test_remark_that_would_become_a_tie(tmp_path: Path) -> None:
@@ -975,6 +976,31 @@ def test_a_training_state_without_its_state_file(tmp_path: Path) -> None:
         assert loaded.get("model", loaded)["w"].tolist() == [1, 1, 1]
         assert any("a part of a training state" in str(warning) for warning in ckpttool.inspect(source).warnings)
     assert "lacks" not in str(ckpttool.inspect(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("beside", [(), ("optimizer.pt",)], ids=["alone", "in a step directory"])
+def test_files_of_a_model_without_their_index(tmp_path: Path, beside: tuple[str, ...]) -> None:
+    """What only the index has is lost: half of what is sent to a store, or a file that was not copied."""
+    weights = {"a": torch.ones(8), "b": torch.ones(8) * 2}
+    out = (tmp_path / f"{n}.pt" for n in count())
+    for name, state in (("tied", {**weights, "c": weights["a"]}), ("apart", weights), ("root", {"net": weights})):
+        folder = tmp_path / name
+        torch.save(state, tmp_path / "state.pt")
+        ckpttool.convert(tmp_path / "state.pt", folder, to="safetensors", max_shard_size=40)
+        assert_same(back_to_torch(folder, next(out)), state)
+        (folder / "model.safetensors.index.json").unlink()
+        for other in beside:
+            torch.save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder / other)
+        if name == "apart":
+            loaded = back_to_torch(folder, next(out))
+            assert_same(loaded["model"] if beside else loaded, state)
+            continue
+        with pytest.raises(CorruptError, match=r"model\.safetensors\.index\.json` is missing, which has what"):
+            ckpttool.convert(folder, path := next(out))
+        assert not path.exists()
+        one = folder / "model-00001-of-00002.safetensors"
+        assert_same(back_to_torch(one, next(out)), {"a": weights["a"]})
+        assert any("a part of a model" in str(warning) for warning in ckpttool.inspect(one).warnings)
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,16 @@ from ckpttool.text import plural, some
 SHARDED = "sharded"
 MODEL = Part("model")
 SHARDING = "DCP_SHARDING_INFO"
-_NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY, sharding.STATE}
+_NO_REMARKS = {SHARDING, "DCP_VERSION", checksums.KEY, sharding.STATE, sharding.INDEX}
 _SINGLE, _INDEX = f"model{SUFFIX}", f"model{index.SUFFIX}"
 _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")  # suffixes that weights and state of optimizers have
 _RANK_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _VARIANT = re.compile(r"\.[a-z0-9_]+\.safetensors$")
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+# What is lost with the file beside parts of something.
+_REST = "training state", "all but the tensors"
+_MORE = "model", "what its files do not say, such as names of tied tensors"
+_LAST = "copy it too; it is written last: if that did not happen, run what wrote the files again"
 _NO_SIZES = Warning(
     "unknown-shape",
     "the files do not say how large the whole tensors are: that the last one is missing would go unnoticed",
@@ -62,7 +66,7 @@ class HeaderMerger:
     def __init__(self, root: Location, layout: str) -> None:
         self.catalogue = Catalogue("safetensors", facts={"layout": layout})
         self.metadata: dict[str, str] = {}
-        self._root, self._is_of_state = root, False
+        self._root, self._beside = root, set[str]()  # names of files that those that are read say have the rest
         self.sums: dict[str, int] = {}  # of files that have checksums
         self.tensors: dict[str, Tensor] = {}  # until `finish`
 
@@ -74,7 +78,7 @@ class HeaderMerger:
         path = self._root / name if given else self._root.inside(name)
         file, header = mount(self.catalogue, path, name, rank)
         self.metadata |= {k: v for k, v in header.metadata.items() if k not in _NO_REMARKS}
-        self._is_of_state |= header.metadata.get(sharding.STATE) == state_json.NAME
+        self._beside |= sharding.beside(header.metadata)
         if checksums.KEY in header.metadata:
             self.sums[name] = checksums.of_value(header.metadata[checksums.KEY])
         offsets = _saved_offsets(header, f"`{path}`")
@@ -112,10 +116,12 @@ class HeaderMerger:
             self.catalogue.add(self.tensors.pop(name))
         for tensor in self.tensors.values():
             self.catalogue.add(tensor)
-        if self._is_of_state and not (self._root / state_json.NAME).exists():
-            text = f"a part of a training state: `{state_json.NAME}`, which has all but the tensors, is not beside it"
-            self.catalogue.warnings.append(Warning("missing-part", text))
-            self.catalogue.facts["lacks"] = state_json.NAME
+        for name in sorted(self._beside):
+            if not (self._root / name).exists():
+                of, rest = _REST if name == state_json.NAME else _MORE
+                text = f"a part of a {of}: `{name}`, which has {rest}, is not beside it"
+                self.catalogue.warnings.append(Warning("missing-part", text))
+                self.catalogue.facts["lacks"] = name
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
@@ -317,6 +323,8 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
         reader.add(name)
     catalogue = reader.finish()
     if len(names) > 1:
+        if (lost := catalogue.facts.get("lacks", "")).endswith(index.SUFFIX):
+            raise CorruptError(f"`{root / lost}` is missing, which has {_MORE[1]}", hint=_LAST, file=lost)
         text = f"there is no index: {len(names)} files are taken as one checkpoint"
         catalogue.warnings.append(Warning("no-index", text))
     return catalogue

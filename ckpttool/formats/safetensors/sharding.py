@@ -27,7 +27,8 @@ MAX_SHARD_SIZE = 5 * 10**9  # huggingface_hub's MAX_SHARD_SIZE; transformers 5 p
 FORMAT_PT = {"format": "pt"}
 # Keys of the metadata of a header or of an index, which cannot be names of tied tensors.
 STATE = "ckpttool.state"  # the key of the metadata that has the name of the state file, which lies beside
-RESERVED = frozenset({"format", "total_size", checksums.KEY, STATE})
+INDEX = "ckpttool.index"  # that of one that has the name of the index, if there is more in it than the files say
+RESERVED = frozenset({"format", "total_size", checksums.KEY, STATE, INDEX})
 ROOT = "ckpttool.root"  # the key of the metadata that has the keys around the model, as JSON
 _RAW = DTYPES["uint8"]
 
@@ -54,6 +55,12 @@ class Plan:
     files: list[FilePlan] = field(default_factory=list)
     indexes: dict[str, bytes] = field(default_factory=dict)
     places: dict[Path, TensorPlace] = field(default_factory=dict)
+
+
+def beside(metadata: Mapping[str, str]) -> set[str]:
+    """Return the names of the files that have what those with this metadata lack: a state file, an index. Pure."""
+    names = {metadata.get(STATE, ""), metadata.get(INDEX, "")}
+    return {name for name in names if name == state_json.NAME or (name.endswith(index.SUFFIX) and "/" not in name)}
 
 
 def is_model(catalogue: Catalogue) -> bool:
@@ -130,8 +137,10 @@ def _add_group(
     remarks = {k: v for k, v in metadata.items() if v not in weight_map}
     ties = {n: names[o.path] for p, n in names.items() if (o := owners[p]).path != p and o.path in names}
     remarks = {k: v for k, v in (remarks | ties).items() if k not in RESERVED}
-    # huggingface_hub keeps the metadata of several files in their index.
-    header_metadata = FORMAT_PT | remarks if len(groups) == 1 else FORMAT_PT
+    index_name, header_metadata = stem + index.SUFFIX, FORMAT_PT | remarks
+    if len(groups) > 1:
+        # huggingface_hub keeps the metadata of several files in their index, which may be lost, or not there yet.
+        header_metadata = FORMAT_PT | {INDEX: index_name} if remarks else FORMAT_PT
     kinds = {
         names[t.path]: (_RAW, (prod(t.shape) * t.dtype.itemsize,)) if is_raw(t) else (t.dtype, t.shape) for t in stored
     }
@@ -139,7 +148,7 @@ def _add_group(
         plan.files.append(FilePlan(file, [Spec(name, *kinds[name]) for name in group], dict(header_metadata)))
     if len(groups) > 1:
         parameters = sum(t.numel for t in stored) if count_parameters else None
-        plan.indexes[stem + index.SUFFIX] = index.build(total, remarks, weight_map, parameters)
+        plan.indexes[index_name] = index.build(total, remarks, weight_map, parameters)
     for tensor in stored:
         name = names[tensor.path]
         plan.places[tensor.path] = TensorPlace(weight_map[name], name, is_raw(tensor))

@@ -25,7 +25,7 @@ from test_hub_destinations import run
 from test_hub_processes import environment
 
 import ckpttool
-from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
+from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, UsageError
 
 pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
 
@@ -206,6 +206,30 @@ def test_a_kill_between_two_batches(
     assert made[2].items() <= there.items() and there["notes"] == b"x"
     assert moment < 2 or sent(store) == before, "shards that are there are not sent again"
     assert ckpttool.diff(SAMPLE, DST).same
+
+
+def test_files_of_a_model_that_a_killed_run_has_named(
+    store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the index, which has the names of tied weights, they are no model."""
+    weight = torch.ones(64)
+    torch.save({"model": {"a": weight, "b": torch.zeros(64), "tied": weight}}, tmp_path / "tied.pt")
+    real = huggingface_hub.HfApi.batch_bucket_files
+
+    def batch(*args: Any, add: Any = (), **options: Any) -> None:
+        if any(one.destination.endswith(".index.json") for one in add):
+            raise KeyboardInterrupt
+        real(*args, add=add, **options)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        ckpttool.convert(tmp_path / "tied.pt", DST, to="safetensors", max_shard_size=300)
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
+    assert len(store.in_bucket("me/runs", INSIDE)) == 2
+    with pytest.raises(CorruptError, match="is missing, which has what its files do not say"):
+        ckpttool.inspect(DST)
+    ckpttool.convert(tmp_path / "tied.pt", DST, to="safetensors", max_shard_size=300)
+    assert ckpttool.diff(tmp_path / "tied.pt", DST, only="model").same
 
 
 def test_what_a_killed_run_left_is_taken_over(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
