@@ -45,7 +45,7 @@ _MOST = [
         (r"qk_(nope|rope)_head_dim|v_head_dim", 8),
         (_POSITIONS, 64),
         (r"linear_num_(key|value)_heads|mamba_num_heads", 4),
-        (r"num_queries|patch_size", 8),
+        (r"num_queries|patch_size|num_filters", 8),
         (r"image_size", 32),
     )
 ]

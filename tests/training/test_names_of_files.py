@@ -64,7 +64,7 @@ def in_numbers(model: Any) -> dict[str, torch.Tensor]:
     """The state of a model, with values that no other element has in its place."""
     state, end = {}, 0
     for name, tensor in tiny_models.written(model).items():
-        state[name] = torch.arange(end, end + tensor.numel(), dtype=torch.int64).view(tensor.shape)
+        state[name] = torch.arange(end, end + tensor.numel(), dtype=torch.int32).view(tensor.shape)
         end += tensor.numel() + 1
     return state
 
@@ -84,11 +84,11 @@ def test_each_class_with_a_key_map_is_loaded(name: str, tmp_path: Path) -> None:
             for module in model.modules():
                 for key, value in [*module._parameters.items()]:
                     if value is not None:
-                        empty = torch.empty(value.shape, dtype=torch.int64)
+                        empty = torch.empty(value.shape, dtype=torch.int32)
                         module._parameters[key] = nn.Parameter(empty, requires_grad=False)
                 for key, value in [*module._buffers.items()]:
                     if value is not None:
-                        module._buffers[key] = torch.empty(value.shape, dtype=torch.int64)
+                        module._buffers[key] = torch.empty(value.shape, dtype=torch.int32)
             model.tie_weights()
             loaded = ckpttool.load(tmp_path / "a.pt", model, strict=False)
             tied = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
