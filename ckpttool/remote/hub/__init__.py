@@ -3,6 +3,7 @@
 address     parsing of `hf://org/name@revision/path` and `hf://buckets/org/name/path`
 answers     checks of what an endpoint answers, and of where the token goes
 blocks      files of which what is read is fetched, in blocks
+bucket_mark the mark of a run in a folder of a bucket, until the last file is there
 bucket_upload  a bucket as a destination: files are sent, and then named in it, that which makes the checkpoint last
 buckets     a bucket as a store, whose files may change
 client      the client of the library, quiet and with time-outs

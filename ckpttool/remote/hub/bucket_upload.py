@@ -1,13 +1,14 @@
 """Upload of files to a bucket, which has no commits: what is asked of it in one request may be done in part.
 
     send     the bytes of each file to the storage of the bucket, where it has no name yet
+    mark     the folder, unless one request is all that there is (see `bucket_mark`)
     hide     remove the last file of what is replaced, if others get other bytes: what is left is no checkpoint
     name     the files in the bucket, in one request, but for the last
     commit   the last file, alone: `.metadata`, the index, or the only file. Now it is a checkpoint
-    tidy     remove what else there was of the old one
+    tidy     remove what else there was of the old one, and the mark
 
-Whoever is killed before `name` leaves nothing, and before `commit` files that are none of a checkpoint. The next run
-finds that they are those that it would write.
+Whoever is killed before `mark` leaves nothing, and before `commit` files that the mark says are none of a checkpoint.
+The next run finds that they are those that it would write.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from huggingface_hub.errors import BucketNotFoundError
 from huggingface_hub.utils._runtime import is_xet_available
 
 from ckpttool.errors import OverwriteError, RemoteError, UsageError
-from ckpttool.remote.hub import client, listing, xet
+from ckpttool.remote.hub import bucket_mark, client, listing, xet
 from ckpttool.remote.hub.address import Address, parse
+from ckpttool.remote.hub.bucket_mark import BucketMark
 from ckpttool.remote.hub.buckets import BucketStore, checked
 from ckpttool.remote.hub.listing import RepoFile
 from ckpttool.remote.hub.local_files import Local
@@ -53,7 +55,7 @@ class Bucket(BucketStore):
     options = frozenset({"private", "public", "keep", "stage", "not_secret"})
 
     def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
-        _HubBucketUpload(Address(self._repo, None, name, is_bucket=True), None, 0).discard(is_index)
+        _HubBucketUpload(Address(self._repo, None, name, is_bucket=True), None, 0, self.mark).discard(is_index)
 
     def publish(  # type: ignore[override] # options are the store's own
         self,
@@ -88,7 +90,7 @@ class Bucket(BucketStore):
         `Outgoing.write`.
         """
         upload = _HubBucketUpload(
-            Address(self._repo, None, name, is_bucket=True), progress, sum(file.size for file in outgoing)
+            Address(self._repo, None, name, is_bucket=True), progress, sum(file.size for file in outgoing), self.mark
         )
         check_names(outgoing)
         writers = ALONE if dry_run else writers
@@ -126,10 +128,17 @@ class Bucket(BucketStore):
 
 
 class _HubBucketUpload(Upload):
-    """One upload to one bucket."""
+    """One upload to one bucket. `mark` reads the mark of a run."""
 
-    _claimed = ""
-    _stale: Sequence[str] = ()
+    def __init__(
+        self, address: Address, progress: Progress | None, total: int, mark: Callable[[RepoFile], BucketMark | None]
+    ) -> None:
+        super().__init__(address, progress, total)
+        self._mark = mark
+        self._claimed = ""
+        self._left: Sequence[str] | None = None  # what a run that was killed has marked; None without a mark
+        self._old: Sequence[str] = ()
+        self._stale: Sequence[str] = ()
 
     def prepare(self, private: bool, dry_run: bool, *, public: bool, claims: str) -> None:
         """List what is at the destination, create the bucket if needed, and check write access."""
@@ -146,8 +155,15 @@ class _HubBucketUpload(Upload):
                 create = partial(self._api.create_bucket, self.address.repo, private=not public, exist_ok=True)
                 repeat(create)
             self._repo_files = self._listed()
+            mark = self._repo_files.pop(self._mark_path, None)
+            if mark is not None and (found := self._mark(mark)) is not None:
+                self._left = [*found.writes, *found.replaces]
             repeat(partial(xet.write_access, self._api, self.address.repo))
         self._check_private(private)
+
+    @property
+    def _mark_path(self) -> str:
+        return self._path(bucket_mark.NAME)
 
     def _listed(self) -> dict[str, RepoFile]:
         return listing.list_bucket(self._api, self.address.repo, self._claimed)
@@ -218,7 +234,8 @@ class _HubBucketUpload(Upload):
         """Note the files of the old checkpoint that the new one does not have."""
         names = set(map(self._path, written))
         there = (self._path(name) for name in replaces if not any(fnmatchcase(name, one) for one in keep))
-        self._stale = [path for path in there if path not in names and path in self._repo_files]
+        self._old = [path for path in dict.fromkeys((*there, *(self._left or ()))) if path in self._repo_files]
+        self._stale = [path for path in self._old if path not in names]
         self.sent.removed = sorted(self._stale)
 
     def publish(self, last: str, old_last: str | None) -> None:
@@ -227,12 +244,17 @@ class _HubBucketUpload(Upload):
         final = self._path(last)
         before = None if old_last is None else self._path(old_last)
         is_mixed = before != final or any(one.status == "changed" for path, one in new.items() if path != final)
-        if before in self._repo_files and is_mixed and (new or before != final):
+        hides = before in self._repo_files and is_mixed and (bool(new) or before != final)
+        is_marked = hides or len(new) > 1
+        if is_marked:
+            self._mark_folder(final, self._added[last], before)
+        if hides:
             self._remove([str(before)])
             new[final] = self._added[last]
         self._name({path: one for path, one in new.items() if path != final})
         self._name({path: one for path, one in new.items() if path == final})
-        self._remove([path for path in self._stale if path != before or not is_mixed])
+        stale = [path for path in self._stale if path != before or not is_mixed]
+        self._remove([*stale, self._mark_path] if is_marked or self._left is not None else stale)
         with self._translate_errors():
             there = self._listed()
         differences = [
@@ -249,6 +271,19 @@ class _HubBucketUpload(Upload):
             )
         if new or self._stale:
             self.sent.commit = f"{self._api.endpoint}/buckets/{self.address.repo}/tree/{self._claimed}".rstrip("/")
+
+    def _mark_folder(self, last: str, added: Added, before: str | None) -> None:
+        """Write the mark: from here on, what is there is the old checkpoint, the new one or none."""
+        assert added.digest is not None and added.digest.xet is not None
+        old = self._repo_files.get(before or "")
+        mark = BucketMark(
+            self.address.path,
+            [*map(self._path, self._added)],
+            self._old,
+            (last, added.digest.xet),
+            None if old is None or old.xet is None else (old.name, old.xet),
+        )
+        self._batch(add=[_BucketAddFile(mark.content(), self._mark_path)])
 
     def discard(self, is_index: Callable[[str], bool]) -> None:
         """Remove what is at the destination, in two requests."""

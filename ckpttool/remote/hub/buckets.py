@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from urllib.parse import quote
 
 import huggingface_hub
 from huggingface_hub import HfApi, constants
 
 from ckpttool.errors import ReadError, RemoteError, UsageError
-from ckpttool.remote.hub import client, listing
+from ckpttool.remote.hub import bucket_mark, client, listing
 from ckpttool.remote.hub.address import Address, parse
 from ckpttool.remote.hub.blocks import BLOCK, BlockStore, not_the_one
 from ckpttool.remote.hub.errors import translate_errors
@@ -40,6 +41,12 @@ def locate(text: str) -> Location:
     location = Location(str(address), store)
     store.list_below(_OF_PATTERN.sub("", address.path).rstrip("/"))
     if address.path and not location.exists() and not any(char in address.path for char in "*?["):
+        if store.is_unfinished(address.path):
+            raise RemoteError(
+                f"`{address}` is not a whole checkpoint: a run writes it, or has ended before the last file",
+                hint="wait for it, or run it again, with `--overwrite` if it writes something else",
+                file=str(address),
+            )
         raise RemoteError(
             f"`{address}`: no such file or folder in the bucket",
             hint=f"`hf buckets list {address.repo}` lists its files",
@@ -64,6 +71,7 @@ class BucketStore(BlockStore):
     def __init__(self, address: Address, api: HfApi) -> None:
         super().__init__(address, api)
         self._listed: list[str] = []
+        self._unfinished: set[str] = set()  # folders in which a run has left files that are left out
         self._listing = threading.RLock()
         self._whole: dict[str, threading.Lock] = {}  # name -> of the thread that fetches all of it
 
@@ -73,8 +81,33 @@ class BucketStore(BlockStore):
             if any(not above or f"{path}/".startswith(f"{above}/") for above in self._listed):
                 return
             with translate_errors(f"{self.root}/{path}" if path else self.root):
-                self._add(listing.list_bucket(self._api, self._repo, path))
+                files = listing.list_bucket(self._api, self._repo, path)
+                self._add(self._without_unfinished(files))
             self._listed.append(path)
+
+    def is_unfinished(self, path: str) -> bool:
+        """Return whether files in a folder were left out, which a run has written that goes on or was killed."""
+        return path in self._unfinished
+
+    def _without_unfinished(self, files: dict[str, RepoFile]) -> dict[str, RepoFile]:
+        """Return what is listed without the marks of runs, and the files that these leave out."""
+        for path in [path for path in files if path.rpartition("/")[2] == bucket_mark.NAME]:
+            mark = self.mark(files.pop(path))
+            for name in mark.left_out(files) if mark is not None else ():
+                if files.pop(name, None) is not None:
+                    self._unfinished.add(path.rpartition("/")[0])
+        return files
+
+    def mark(self, file: RepoFile) -> bucket_mark.BucketMark | None:
+        """Return the mark of a run, by its file; None if that is of something else. Raises RemoteError."""
+        if file.size > bucket_mark.MAX_SIZE:
+            return None
+        # By a store of its own: nothing of it is to be kept.
+        with closing(BucketStore(Address(self._repo, None, file.name, is_bucket=True), self._api)) as alone:
+            alone._add({file.name: file})
+            data = Location(f"{self.root}/{file.name}", alone).read(0, file.size)
+            alone._blocks.clear()
+        return bucket_mark.parsed(file.name, data)
 
     def stat(self, name: str) -> Stat:
         self.list_below(name)

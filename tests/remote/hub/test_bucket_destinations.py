@@ -25,13 +25,14 @@ from test_hub_destinations import run
 from test_hub_processes import environment
 
 import ckpttool
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, UsageError
+from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
 
 pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
 
 SAMPLE = CHECKPOINTS / "dcp/hsdp_w4/ckpt"  # of 4 ranks, with the optimizer
 DST = "hf://buckets/me/runs/run7/step-1"
 INSIDE = "run7/step-1/"
+MARK = f"{INSIDE}.ckpttool.partial"
 
 
 @pytest.fixture
@@ -72,8 +73,9 @@ def test_a_dcp_with_its_optimizer(store: Hub, tmp_path: Path, made: dict[int, di
     assert planned["sent"]["created"] and planned["sent"]["private"] and not store.buckets
     done = convert(4, "--check")
     assert store.in_bucket("me/runs", INSIDE) == made[4] and store.buckets["me/runs"].private
-    shards, commit = store.buckets["me/runs"].batches
+    marked, shards, commit, tidied = store.buckets["me/runs"].batches
     assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == len(made[4]) - 1
+    assert marked == [("addFile", MARK)] and tidied == [("deleteFile", MARK)]
     assert done["sent"]["commit"] == f"{store.url}/buckets/me/runs/tree/run7/step-1"
     assert os.listdir(tmp_path / "tmp") == []
     # It is the checkpoint, and the only one of the run.
@@ -102,10 +104,10 @@ def test_what_is_replaced(store: Hub, tmp_path: Path, made: dict[int, dict[str, 
     there = store.in_bucket("me/runs")
     assert {name: there.pop(name) for name in others} == others
     assert {name.removeprefix(INSIDE): data for name, data in there.items()} == made[2]
-    hidden, shards, commit, tidied = store.buckets["me/runs"].batches
+    marked, hidden, shards, commit, tidied = store.buckets["me/runs"].batches
     assert hidden == [("deleteFile", f"{INSIDE}.metadata")] and commit == [("addFile", f"{INSIDE}.metadata")]
-    assert {kind for kind, _ in shards} == {"addFile"}
-    assert tidied == [("deleteFile", path) for path in done["sent"]["removed"]]
+    assert {kind for kind, _ in shards} == {"addFile"} and marked == [("addFile", MARK)]
+    assert tidied == [("deleteFile", path) for path in (*done["sent"]["removed"], MARK)]
 
 
 def test_a_new_index_replaces_the_old_one(store: Hub) -> None:
@@ -115,12 +117,12 @@ def test_a_new_index_replaces_the_old_one(store: Hub) -> None:
     old = set(store.in_bucket("me/runs"))
     store.buckets["me/runs"].batches.clear()
     run(*words, "--max-shard-size", "2KB")
-    shards, commit, tidied = store.buckets["me/runs"].batches
+    _, shards, commit, tidied = store.buckets["me/runs"].batches
     assert commit == [("addFile", "m/model.safetensors.index.json")]
     assert {kind for kind, _ in shards} == {"addFile"} and not {path for _, path in shards} & {
         name for name in old if name.endswith(".safetensors")
     }
-    assert {path for _, path in tidied} == old - set(store.in_bucket("me/runs"))
+    assert {path for _, path in tidied} == old - set(store.in_bucket("me/runs")) | {"m/.ckpttool.partial"}
     assert run("diff", SAMPLE, "hf://buckets/me/runs/m", "--only", "model")["verdict"] == "same"
 
 
@@ -134,7 +136,8 @@ def test_every_format(store: Hub, tmp_path: Path) -> None:
         (tmp_path / "x" / words[0]).parent.mkdir(parents=True, exist_ok=True)
         run("convert", SAMPLE, tmp_path / "x" / words[0], *words[1:])
         run("convert", SAMPLE, f"hf://buckets/me/runs/{words[0]}", *words[1:])
-        assert len(store.buckets["me/runs"].batches[-1]) == 1
+        batches = store.buckets["me/runs"].batches
+        assert len(batches[-1 if batches[-1][0][0] == "addFile" else -2]) == 1
     assert store.in_bucket("me/runs") == local(tmp_path / "x")
     # One file replaces itself, and no other.
     run("convert", SAMPLE, "hf://buckets/me/runs/c/all.pt", "--only", "model", code=OverwriteError.exit_code)
@@ -149,7 +152,10 @@ def test_an_export(store: Hub, tmp_path: Path) -> None:
     ckpttool.export(SAMPLE, tmp_path / "here", **options)
     done = ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options)
     assert store.in_bucket("me/runs", "model/") == local(tmp_path / "here")
-    assert store.buckets["me/runs"].batches[-1] == [("addFile", "model/model.safetensors.index.json")]
+    assert store.buckets["me/runs"].batches[-2:] == [
+        [("addFile", "model/model.safetensors.index.json")],
+        [("deleteFile", "model/.ckpttool.partial")],
+    ]
     assert done.file_bytes < 2000, "shards are gathered as they are sent"
     with pytest.raises(OverwriteError):
         ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options)
@@ -164,13 +170,13 @@ def test_an_export(store: Hub, tmp_path: Path) -> None:
         ckpttool.export("hf://buckets/me/runs/model", "hf://buckets/me/runs/model", overwrite=True)
 
 
-BATCHES = ("hide", "name", "commit", "tidy")
+BATCHES = ("mark", "hide", "name", "commit", "tidy")
 
 
 @pytest.mark.parametrize(
     ("at", "is_done"),
     [
-        pytest.param(at, done, id=f"{name} {'done' if done else 'asked'}", marks=() if at == 2 else pytest.mark.long)
+        pytest.param(at, done, id=f"{name} {'done' if done else 'asked'}", marks=() if at == 3 else pytest.mark.long)
         for at, name in enumerate(BATCHES)
         for done in (False, True)
     ],
@@ -195,8 +201,8 @@ def test_a_kill_between_two_batches(
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
     monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
     moment = at + is_done  # batches that were done
-    if moment in (0, 3, 4):
-        assert ckpttool.inspect(DST).world_size == (4 if moment == 0 else 2)
+    if moment in (0, 1, 4, 5):
+        assert ckpttool.inspect(DST).world_size == (4 if moment < 2 else 2)
     else:
         with pytest.raises(CkptError):
             ckpttool.inspect(DST)
@@ -204,32 +210,47 @@ def test_a_kill_between_two_batches(
     assert ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True).exit_code == 0
     there = store.in_bucket("me/runs", INSIDE)
     assert made[2].items() <= there.items() and there["notes"] == b"x"
-    assert moment < 2 or sent(store) == before, "shards that are there are not sent again"
+    assert moment < 3 or sent(store) - before < 2048, "shards that are there are not sent again"
     assert ckpttool.diff(SAMPLE, DST).same
 
 
-def test_files_of_a_model_that_a_killed_run_has_named(
-    store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Without the index, which has the names of tied weights, they are no model."""
-    weight = torch.ones(64)
-    torch.save({"model": {"a": weight, "b": torch.zeros(64), "tied": weight}}, tmp_path / "tied.pt")
-    real = huggingface_hub.HfApi.batch_bucket_files
+HALVES = {
+    "a model with tied weights": {"to": "safetensors", "only": "model", "max_shard_size": 300},
+    "a state": {"to": "safetensors"},
+    "the Trainer's": {"producer": "trainer"},
+    "a universal one": {"producer": "deepspeed"},
+    "files of ranks": {"to": "fsdp1"},
+}
 
-    def batch(*args: Any, add: Any = (), **options: Any) -> None:
-        if any(one.destination.endswith(".index.json") for one in add):
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    """What a killed run has named, all but the last file, is no checkpoint, as the mark says; nor is it in a run."""
+    options, weight = HALVES[kind], torch.ones(64)
+    torch.save({"model": {"a": weight, "b": torch.zeros(64), "tied": weight}}, tmp_path / "tied.pt")
+    source = tmp_path / "tied.pt" if "only" in options else SAMPLE
+    ckpttool.convert(source, f"{DST[:-1]}0", **options)
+    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
+
+    def batch(*args: Any, **given: Any) -> None:
+        if next(count) == 2:
             raise KeyboardInterrupt
-        real(*args, add=add, **options)
+        real(*args, **given)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        ckpttool.convert(tmp_path / "tied.pt", DST, to="safetensors", max_shard_size=300)
+        ckpttool.convert(source, DST, **options)
     monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
-    assert len(store.in_bucket("me/runs", INSIDE)) == 2
-    with pytest.raises(CorruptError, match="is missing, which has what its files do not say"):
+    assert len(store.in_bucket("me/runs", INSIDE)) > 2
+    with pytest.raises(RemoteError, match="is not a whole checkpoint: a run writes it, or has ended"):
         ckpttool.inspect(DST)
-    ckpttool.convert(tmp_path / "tied.pt", DST, to="safetensors", max_shard_size=300)
-    assert ckpttool.diff(tmp_path / "tied.pt", DST, only="model").same
+    assert ckpttool.diff(f"{DST[:-1]}0", "hf://buckets/me/runs/run7").same
+    # What is not the same takes its place, and leaves nothing of it.
+    with pytest.raises(OverwriteError):
+        ckpttool.convert(SAMPLE, DST, to="dcp")
+    ckpttool.convert(SAMPLE, DST, to="dcp", overwrite=True)
+    ckpttool.convert(SAMPLE, tmp_path / "dcp", to="dcp")
+    assert store.in_bucket("me/runs", INSIDE) == local(tmp_path / "dcp")
 
 
 def test_what_a_killed_run_left_is_taken_over(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
@@ -399,7 +420,7 @@ def test_a_state_is_saved(store: Hub, tmp_path: Path) -> None:
     """From inside training; the file that makes a checkpoint of it gets its name last."""
     model = torch.nn.Linear(8, 8)
     ckpttool.save(DST, model, step=1)
-    shards, commit = store.buckets["me/runs"].batches
+    _, shards, commit, _ = store.buckets["me/runs"].batches
     assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == 2
     other = torch.nn.Linear(8, 8)
     assert ckpttool.load(DST, other).rest["step"] == 1 and torch.equal(other.weight, model.weight)
@@ -436,8 +457,9 @@ def test_several_processes(store: Hub, tmp_path: Path, made: dict[int, dict[str,
     said, _ = running.communicate(timeout=120)
     assert running.returncode == 0 and "2 of torchrun" in said, said
     assert store.in_bucket("me/runs", INSIDE) == made[4]
-    shards, commit = store.buckets["me/runs"].batches
+    marked, shards, commit, tidied = store.buckets["me/runs"].batches
     assert commit == [("addFile", f"{INSIDE}.metadata")] and len(shards) == len(made[4]) - 1
+    assert marked == [("addFile", MARK)] and tidied == [("deleteFile", MARK)]
     # What is there already is not sent again, whoever of the two would.
     before = sent(store)
     running = start(*program[:2], DST, "hf://buckets/me/runs/copy", *program[4:])
@@ -459,7 +481,7 @@ def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, di
     variables = variables_of(store, tmp_path)
     command = [sys.executable, "-m", "ckpttool", "convert", SAMPLE, DST, "--to", "dcp", "--to-world", "2"]
     old = {f"{INSIDE}{name}": data for name, data in made[4].items()} | {f"{INSIDE}notes": b"x"}
-    for path, at in (("/shards", 0), *(("/batch", number) for number in range(4))):
+    for path, at in (("/shards", 0), *(("/batch", number) for number in range(5))):
         store.faults.clear()
         store.make_bucket("me/runs", old)
         running = subprocess.Popen([*command, "--overwrite"], env=variables, stderr=subprocess.PIPE)
@@ -477,7 +499,8 @@ def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, di
         except CkptError:
             world = None
         # The request may have arrived whole before the kill, or not.
-        assert world in {("/shards", 0): (4,), ("/batch", 0): (4, None), ("/batch", 3): (2,)}.get((path, at), (None, 2))
+        is_old, is_new = path == "/shards" or at == 0, (path, at) == ("/batch", 4)
+        assert world in ((4,) if is_old else (2,) if is_new else (4, None) if at == 1 else (None, 2))
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
         there = store.in_bucket("me/runs", INSIDE)
         assert made[2].items() <= there.items() and there["notes"] == b"x"
