@@ -66,17 +66,20 @@ class _Parsing:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.condition(node.operand)
             return lambda values: not inner(values)
+        if isinstance(node, ast.Name) and node.id in self.columns.numbers:
+            # A shell takes the rest of `nan>0` for a file to write to.
+            raise self.refused(f"compare it with a number, in quotes: `{self.flag} '{node.id} > 0'`")
         if not isinstance(node, ast.Compare):
             raise self.refused()
         terms = [node.left, *node.comparators]
         pairs = [self._comparison(*pair) for pair in zip(terms, node.ops, terms[1:], strict=False)]
         return lambda values: all(pair(values) for pair in pairs)
 
-    def refused(self) -> UsageError:
+    def refused(self, meant: str = "") -> UsageError:
         columns = self.columns
         what = f"compare {columns.noun}s by `==`, `!=`, `<`, `<=`, `>`, `>=` with numbers"
         what += f", or {', '.join(columns.texts)} with globs" if columns.texts else ""
-        hint = f"{what}, joined by `and`, `or` and `not`: {columns.example}"
+        hint = meant or f"{what}, joined by `and`, `or` and `not`: {columns.example}"
         return UsageError(f"`{self.flag} {self.text}` is not a condition", hint=hint, found=self.text)
 
     def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Condition:
@@ -87,6 +90,11 @@ class _Parsing:
             left, right = right, left
         if isinstance(right, ast.Constant) and isinstance(right.value, str):
             return self._matches(left, right.value, op)
+        for column, value in ((left, right), (right, left)):
+            if isinstance(column, ast.Name) and column.id in self.columns.texts:
+                sign = "!=" if isinstance(op, ast.NotEq) else "=="
+                example = f'{column.id} {sign} "{ast.unparse(value)}"'
+                raise self.refused(f"a {column.id} is a text, in quotes of its own: `{self.flag} '{example}'`")
         a, b = self._number(left), self._number(right)
 
         def holds(values: Values) -> bool:

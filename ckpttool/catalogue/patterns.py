@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import add
 
 from ckpttool.errors import UsageError
@@ -47,6 +47,16 @@ def rule(text: str, flag: str) -> tuple[str, str]:
         hint = _EXAMPLES.get(flag, "such as `'*.norm.weight=float32'`")
         raise UsageError(f"`{flag} {text}` is not of the form PATTERN=VALUE", hint=hint)
     return left, right
+
+
+def whole_name(pattern: str, names: Iterable[str]) -> str | None:
+    """Return the hint for a pattern of a part of names: the one that matches the whole; None if none does."""
+    begins, ends = f"{pattern}.*", f"*.{pattern}"
+    for whole in (begins, ends, f"*.{begins}") if not pattern.startswith("re:") else ():
+        matches = compile_pattern(whole).fullmatch
+        if any(map(matches, names)):
+            return f"a pattern is of whole names: did you mean `'{whole}'`?"
+    return None
 
 
 def renamer(rules: Sequence[str]) -> Callable[[str], str]:

@@ -43,7 +43,13 @@ def batch(
     commands: dict[str, Callable[..., None]]
     commands = {"convert": convert, "export": export, "verify": verify, "stats": stats}
     command = commands[name]
-    arguments = parsed(name, command, rest)
+    try:
+        arguments = parsed(name, command, rest)
+    except UsageError as error:
+        if flag := next((flag for flag in ("--watch", "--shard", "--jobs", "--new") if flag in error.message), None):
+            hint = f"options of batch come first: `ckpttool batch {flag} ... {name} ...`"
+            raise UsageError(error.message, hint=hint) from None
+        raise
     as_json |= arguments.pop("as_json")
     quiet |= arguments.pop("quiet")
     verbose |= arguments.pop("verbose")

@@ -110,6 +110,7 @@ _NOT_NEEDED = {
     **dict.fromkeys(("recursive", "r"), "a directory is read with all that is in it"),
 }
 _DASHES = ("\u2013", "\u2014", "\u2212")  # which text processors make of `--`
+_ONE_DASH = re.compile(r"-[a-z][a-z-]+")  # in front of an option that takes two
 _NEAR = 0.75  # how much two names of options must be alike
 
 _EXTRA = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)")
@@ -144,6 +145,10 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
         return "`NO_COLOR=1` before the command turns colours off, `FORCE_COLOR=1` on"
     if given := next((one for one in words if one in commands), None):
         return f"options come after the command: `{context.command_path} {given} ... {flag}`"
+    if having := [one for one in commands if flag in _flags(command.get_command(context, one))]:
+        return f"did you mean {' or '.join(f'`{context.command_path} {one} ... {flag}`' for one in having[:2])}?"
+    if long := next((one for one in words if _ONE_DASH.fullmatch(one) and f"-{one}" in _flags(command)), None):
+        return f"did you mean `-{long}`?"
     if ours := _ours(word, command):
         return f"did you mean {ours}?"
     if word in _WRITTEN and "DST" in takes:
@@ -152,7 +157,7 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
         return f"what is read is the first argument: `{usage}`"
     if word in _HUB and "DST" in takes:
         return "`hf://org/name` as DST writes to the Hub"
-    if word in ("step", "checkpoint-step", "iteration"):
+    if word in ("step", "steps", "checkpoint-step", "iteration"):
         return "name the directory of the step, such as `run7/step-500`"
     if word in ("html", "page"):
         return "`ckpttool report` writes the statistics of a checkpoint as one HTML file"
@@ -177,6 +182,8 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
     if "--to" in options and "--to" not in words and (name := next((one for one in words if one in _formats()), None)):
         return f"did you mean `--to {name}`?"
     at = words.index(extra) if extra in words else 0
+    if "elements" in {param.name for param in command.params} and at and words[at - 1].count("[") > extra.count("["):
+        return f"a slice is one word: in quotes, `{shlex.quote(f'{words[at - 1]} {extra}')}`"
     flag, value = words[at - 2 : at] if at >= 2 else ("", "")
     if (param := options.get(flag)) is None or not param.metavar:
         return None
@@ -233,12 +240,18 @@ def _ours(word: str, command: Any) -> str:
 
 def missing(shown: str, param: Any, context: Any) -> UsageError:
     """Return the error for an argument or option that is required."""
-    words = context.meta["words"]
+    words = [*context.meta["words"]]
     required = [one for one in context.command.params if one.required]
     if param.param_type_name == "argument":
         absent = [one.metavar for one in required[required.index(param) :] if one.param_type_name == "argument"]
     else:
         absent = [param.opts[0], param.metavar]
+    positional = [one for one in context.command.params if one.param_type_name == "argument"]
+    if absent[0] in ("--like", "--against") and len(words) == len(positional) + 1 and not words[-1].startswith("-"):
+        absent[1] = shlex.quote(words.pop())
+    pieces = [one for word in words if not os.path.lexists(word) for one in word.split() if one != word]
+    if pieces and os.path.lexists(pieces[0]):
+        words, absent = pieces, []
     hint = f"`{' '.join([context.command_path, *map(shlex.quote, words), *absent])}`"
     hint += f"; `{context.command_path} --help` shows what it takes"
     if param.name == "recipe":

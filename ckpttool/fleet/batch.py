@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckpttool import formats
 from ckpttool.analysis.result import as_json
 from ckpttool.errors import CkptError, OverwriteError, ReadError, UsageError
 from ckpttool.fleet import item as items
@@ -92,6 +93,8 @@ def batch(
     result = Batch(command, dst, shard=f"{part.index}/{part.count}" if part.count > 1 else None)
     with coordinated() as coordinator:
         passed = {"sources": sources, "dst": dst, "new": new, "watch": watch, "shard": shard}
+        if isinstance(to := options.get("to"), str):
+            formats.named(to)  # a word that is none is a mistake once, and not of each checkpoint
         check_arguments(coordinator, {"command": command, **passed, **_recorded(options)})
         work = _Work(result, sources, options, jobs, new, part, coordinator, progress)
         if watch is None:
@@ -198,6 +201,8 @@ class _Work:
         result.others = [str(one) for one in found.others]
         every = [(self._item(one), one) for one in found.checkpoints]
         result.total = len(every)
+        if every and all(item.error for item, _ in every) and (error := every[0][0].error):
+            raise UsageError(f"`{every[0][0].source}` {error['message'].removeprefix('it ')}", hint=error["hint"])
         self._check_apart([one for one, _ in every if one.destination], found.roots)
         own = [pair for number, pair in enumerate(every) if self._is_own(number, pair[0])]
         planned = []

@@ -137,6 +137,7 @@ def prune(
     """
     path, dropped = path_text(run), several(drop)
     if keep_last is None and keep_every is None:
+        _listed(path)  # what is no run is another mistake
         raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")
     result = Pruned(path, dry_run=not yes)
     rule = _Rule(keep_last or 1, keep_every, dropped)

@@ -47,6 +47,7 @@ NOT_WRITTEN = {
 }
 """Suffixes of files that are no checkpoints of a format, and what is written in place of such a file."""
 
+_QUOTED_OPTIONS = re.compile(r"\s+--?[a-z]")
 _SUFFIX = re.compile(r"\.[^./]+$")
 _SUFFIXES = [suffix for row in CHECKPOINTS for suffix in row.suffixes]
 
@@ -89,7 +90,9 @@ def writable(name: str | None, dst: str) -> Format:
     row = named(name) if name is not None else by_suffix(dst)
     if row is None:
         hint = f"pass {options(CHECKPOINTS, ', ')}"
-        if suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
+        if options_in := _QUOTED_OPTIONS.search(dst):
+            hint = f"the quotes hold an option, too: end them behind `{dst[: options_in.start()]}`"
+        elif suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
             stem = dst.removesuffix(suffix).removesuffix(".index").removesuffix(".safetensors")
             hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"
         elif (typed := _SUFFIX.search(dst)) and (near := near_names(typed[0], _SUFFIXES, 1)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
-from ckpttool.catalogue.patterns import any_of, renamer, rule
+from ckpttool.catalogue.patterns import any_of, renamer, rule, whole_name
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
@@ -44,8 +44,8 @@ def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> No
 
 
 def _matches_nothing(message: str, text: str, names: Sequence[str]) -> UsageError:
-    if any(name.startswith(f"{text}.") for name in names):
-        return UsageError(message, hint=f"a pattern is of whole names: did you mean `'{text}.*'`?")
+    if hint := whole_name(text, names):
+        return UsageError(message, hint=hint)
     example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
     return UsageError(message, hint=meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them"))
 

@@ -108,7 +108,7 @@ class Subtree(Mapping[str, Any]):
         catalogue, names = self._checkpoint.catalogue, self._names
         tensors = sum(isinstance(catalogue.entries[path], Tensor) for path in names.values())
         wrong = f", {plural(len(catalogue.faults), 'fault')}" if catalogue.faults else ""
-        counts = f"{tensors} tensors, {len(names) - tensors} objects{wrong}"
+        counts = f"{plural(tensors, 'tensor')}, {plural(len(names) - tensors, 'object')}{wrong}"
         root = f", `{self._root}`" if self._root else ""
         return f"<{self._checkpoint.path}{root}: {catalogue.format}, {counts}>"
 

@@ -126,6 +126,8 @@ def repair(
     for path in sources:
         if local_path(path).kind() != "dir":
             hint = f"`ckpttool verify {path}` says what is wrong"
+            if path != sources[0]:
+                hint = "`--merge` takes the directory of another node, with its files of the same save"
             raise UsageError(f"`{path}` is one file, in which nothing can be repaired", hint=hint)
         if run := _checkpoints_of_run(path):
             text = f"`{path}`: a run with {plural(len(run), 'checkpoint')}, and not a checkpoint"

@@ -38,6 +38,7 @@ FIRST = 8
 _MOST = 1000  # elements of a slice
 _ACROSS = 12  # columns of a table of them
 _TEXT = 4000  # characters of a value that is not a tensor
+_KEY = re.compile(r"\[([\"']?)([^\[\]\"']+)\1\]")  # of Python, as in `state["model"]`
 _SLICED = re.compile(r"(.+?)(\[[^\[\]]*\])")
 _RANGE = re.compile(r"(-?\d+)?(?:(:)(-?\d+)?)?")
 
@@ -126,6 +127,8 @@ def show(path: str | os.PathLike[str], tensor: str, elements: str | None = None,
         entries = {entry.name: entry for entry in source.catalogue.entries.values()}
         if tensor in entries:
             name, written = tensor, elements
+        if name not in entries and (dotted := _KEY.sub(r".\2", tensor)) in entries:
+            raise UsageError(f"`{path}`: there is no tensor `{tensor}`", hint=f"did you mean `{dotted}`?")
         if name not in entries:
             raise _unknown(path, name, [*entries], [t.name for t in source.catalogue.tensors])
         entry = entries[name]

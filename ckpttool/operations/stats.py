@@ -30,6 +30,7 @@ from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.parts import stop_at_absent
+from ckpttool.catalogue.patterns import whole_name
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
@@ -189,7 +190,8 @@ def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:
     if not selected and (selection.tensors or selection.exclude):
         patterns = [*selection.tensors, *(f"--exclude {pattern}" for pattern in selection.exclude)]
         names = [tensor.name for tensor in catalogue.tensors]
-        hint = meant(patterns[0], names, "`ckpttool inspect PATH --tensors '*'` lists the tensors")
+        otherwise = "`ckpttool inspect PATH --tensors '*'` lists the tensors"
+        hint = whole_name(patterns[0], names) or meant(patterns[0], names, otherwise)
         raise UsageError(f"no tensor matches {some(patterns)}", hint=hint)
     return selected
 

@@ -579,9 +579,11 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
     others = formats.options(row for row in formats.FORMATS if row.any_state and row is not target)
     keep = "a directory as DST" if target.is_file(dst) and target.splits else others
     count = f"{len(lost):,} {'entry' if len(lost) == 1 else 'entries'}"
+    has_model = any(entry.part.kind == "model" for entry in planned.entries.values())
+    alone = "`--only model` writes the model alone; " if has_model else ""
     raise LossError(
         f"`{src}` cannot be written as {target.target} at `{dst}`: {count} would be lost ({names}): {whys}",
-        hint=f"`--only model` writes the model alone; {keep} keeps everything; `--drop`, `--exclude` skip entries",
+        hint=f"{alone}{keep} keeps everything; `--drop`, `--exclude` skip entries",
         lost=[loss.name for loss in lost],
     )
 

@@ -596,6 +596,11 @@ def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
         match pair:
             case (str() as name, [*sizes]) if all(type(n) is int and n >= 0 for n in sizes) and name not in shapes:
                 shapes[name] = tuple(sizes)
+            case _ if isinstance(value, dict) and not {"architectures", "model_type"}.isdisjoint(value):
+                raise UsageError(
+                    f"`{path}`: a config, which does not list the shapes of the parameters",
+                    hint="name a checkpoint of the model, such as its `model.safetensors`",
+                )
             case _:
                 raise CorruptError(
                     f"`{path}`: {shown(pair)} is not a name and a shape, or the second of that name",

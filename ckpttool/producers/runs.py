@@ -53,6 +53,7 @@ _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.dis
 
 # Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
 UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
+_DASHED = re.compile(r"(\d+)-(\d+)")
 _NOT_ENDED = "its name says that the save did not end"
 
 
@@ -169,6 +170,8 @@ def chosen_steps(location: Location, steps: int | str | Sequence[int | str]) -> 
     of_each = {name: {step for step in by_step if _is_among(step, name)} for name in names}
     for absent in (name for name in names if not of_each[name]):
         hint = f"the complete ones are {', '.join(by_step)}"
+        if dashed := _DASHED.fullmatch(absent):
+            hint = f"a range is written `{dashed[1]}..{dashed[2]}`; {hint}"
         raise UsageError(f"`{location}` has no complete checkpoint of step {absent}", hint=hint)
     return [checkpoint for step, checkpoint in by_step.items() if any(step in some for some in of_each.values())]
 

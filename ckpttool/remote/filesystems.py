@@ -8,7 +8,7 @@ import posixpath
 from typing import Any
 
 from ckpttool.errors import MissingPackageError, RemoteError, UsageError, in_one_line
-from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
+from ckpttool.storage.stores import NATIVE, DirectoryEntry, Location, Stat, Store
 
 
 def locate(text: str) -> Location:
@@ -19,8 +19,11 @@ def locate(text: str) -> Location:
     try:
         files, path = fsspec.core.url_to_fs(text)
     except ImportError as error:
+        hint = "install the package, or copy the checkpoint here"
+        if native := NATIVE.get(scheme):
+            hint = f"write `{native}{text.removeprefix(scheme)}`"
         message = f"`{scheme}://` is read with fsspec, which says: {in_one_line(error)}"
-        raise MissingPackageError(message, hint="install the package, or copy the checkpoint here") from None
+        raise MissingPackageError(message, hint=hint) from None
     except Exception as error:
         raise RemoteError(f"`{text}`: cannot be read: {in_one_line(error)}", file=text) from None
     text = text.rstrip("/")

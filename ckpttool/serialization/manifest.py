@@ -84,9 +84,11 @@ def read(location: Location, *, tensors: bool = True) -> Manifest:
     if size > _MAX_SIZE:
         message = f"`{location}`: {size} bytes of JSON are more than the {_MAX_SIZE} that are read"
         raise CorruptError(message, file=location)
-    document = strict_json.parse(location.read() if tensors else _head(location, size), f"`{location}`")
+    hint, written = "`--write-manifest` writes one", location.read() if tensors else _head(location, size)
+    if not written.lstrip().startswith(b"{"):
+        raise CorruptError(f"`{location}` is not a manifest, which is JSON", hint=hint, file=location)
+    document = strict_json.parse(written, f"`{location}`")
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
-        hint = "`--write-manifest` writes one"
         raise CorruptError(f"`{location}` is not a manifest: it has no `files`", hint=hint, file=location)
     if document.get("algorithm", _ALGORITHM) != _ALGORITHM:
         text = f"`{location}` has hashes of `{document['algorithm']}`, and only sha256 is supported"

@@ -16,7 +16,7 @@ from ckpttool.text import near_names
 FREE_SPACE = "free some space, or write somewhere else"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _HUB = re.compile(r"hf(?::/{0,3}|//)([^/].*)", re.IGNORECASE)
-_BUCKET = re.compile(r"(s3|gs|az|gcs|abfss?|r2):/([^/].*)", re.IGNORECASE)  # with one slash
+_BUCKET = re.compile(r"(s3|gs|az|gcs|abfss?|r2):/?([^/].*)", re.IGNORECASE)  # with one slash, or none
 _HUB_PAGE = re.compile(
     r"(?:https?://|git@)?(?:www\.)?(?:huggingface\.co|hf\.co)[/:](?:models/)?([^/?#]+/[^/?#]+)"
     r"(?:/(?:blob|resolve|tree|raw)/([^/?#]+)(/[^?#]+)?|/[^?#]*)?(?:[?#].*)?",

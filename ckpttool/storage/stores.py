@@ -43,6 +43,7 @@ STORES = {
     "hf": "ckpttool.remote.hub",
     **dict.fromkeys(("s3", "gs", "az", "https", "http"), "ckpttool.remote.cloud"),
 }
+NATIVE = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}  # what others call these schemes
 _OTHERS = "ckpttool.remote.filesystems"  # of schemes that fsspec knows
 _BLOCK = 1 << 20  # bytes of a file that are copied at once
 
@@ -554,6 +555,8 @@ def check_scheme(path: str) -> None:
         hint = f"write `{page}`"
     elif scheme[1].lower() in STORES:
         hint = f"write `{scheme[1].lower()}://{rest}`"
+    elif native := NATIVE.get(scheme[1].lower()):
+        hint = f"write `{native}://{rest}`"
     elif scheme[1].lower() == "file":
         hint = f"write `/{rest.removeprefix('localhost').lstrip('/')}`"
     else:

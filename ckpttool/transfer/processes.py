@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from ckpttool import errors
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import CkptError, StorageError, UsageError
 from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
@@ -42,6 +42,7 @@ from ckpttool.transfer.execute import Transferred, transfer
 from ckpttool.transfer.store import TorchrunStore, UnknownProtocolError
 from ckpttool.transfer.threads import Progress
 
+_UNSET = "without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK"
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _JOBS = itertools.count()
 _POLL = 0.05
@@ -372,7 +373,13 @@ def is_of_torchrun() -> bool:
 
 def is_silent() -> bool:
     """Return whether another process reports to the user."""
-    return is_shared() and os.environ["RANK"] != "0"
+    return is_shared() and os.environ["RANK"] != "0" and _is_rank_of_world()
+
+
+def _is_rank_of_world() -> bool:
+    """Return whether the variables name one of the processes; those of a shell may be left of something else."""
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
 
 
 def wait_to_be_ended() -> None:
@@ -392,6 +399,9 @@ def coordinated() -> Iterator[Coordinator]:
     if not is_shared():
         yield Coordinator()
         return
+    if not _is_rank_of_world():
+        text = f"`RANK={os.environ['RANK']}` is none of the ranks of `WORLD_SIZE={os.environ['WORLD_SIZE']}`"
+        raise UsageError(text, hint=_UNSET)
     shared = _SharedWork(*_rendezvous())
     with shared.together():
         yield shared
@@ -425,7 +435,7 @@ def _rendezvous() -> tuple[int, int, Any]:
     except Exception as error:
         raise StorageError(
             f"cannot find the other processes at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {error}",
-            hint="without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK",
+            hint=_UNSET,
         ) from None
     store.set_timeout(timedelta(seconds=_DEAD_AFTER))
     return rank, size, imported_torch().distributed.PrefixStore(prefix, store)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cli import FULL, run
+from support.cli import FULL, environment, run, spawn
 from support.paths import CHECKPOINTS
 
 import ckpttool
@@ -110,6 +110,30 @@ MISTAKES = {
     "inspect full.pt --dtype F32": "hint: did you mean `fp32`, `float32`?",
     "inspect full.pt --where dtype=float32": "hint: compare columns by `==`,",
     "stats full.pt --tensors model.nrom*": "error: no tensor matches `model.nrom*`",
+    # Words in an order, in quotes or in a syntax of something else.
+    "stats full.pt --fail-on nan": "hint: compare it with a number, in quotes: `--fail-on 'nan > 0'`",
+    "stats full.pt --where layer==3": """hint: a layer is a text, in quotes of its own: `--where 'layer == "3"'`""",
+    "inspect full.pt --where dtype!=float32": """`--where 'dtype != "float32"'`""",
+    "inspect full.pt --tensors layers.0*": "hint: a pattern is of whole names: did you mean `'*.layers.0*'`?",
+    "stats full.pt --tensors layers.0": "hint: a pattern is of whole names: did you mean `'*.layers.0.*'`?",
+    "convert full.pt o.pt --exclude exp_avg": "hint: a pattern is of whole names: did you mean `'*.exp_avg'`?",
+    "show full.pt model.embed.weight [0:2, :4]": "hint: a slice is one word: in quotes, `'[0:2, :4]'`",
+    'show full.pt model["embed.weight"]': "hint: did you mean `model.embed.weight`?",
+    'show full.pt model["layers"][0]["qkv"]["weight"]': "hint: did you mean `model.layers.0.qkv.weight`?",
+    "match full.pt step.tar": "hint: `ckpttool match full.pt --like step.tar`;",
+    "check full.pt step.tar": "hint: `ckpttool check full.pt --against step.tar`;",
+    "inspect s3:bucket/run": "hint: write `s3://bucket/run`",
+    "inspect gcs://bucket/run": "hint: write `gs://bucket/run`",
+    "inspect s3a://bucket/run": "hint: write `s3://bucket/run`",
+    "convert full.pt o.pt --dtype model.*:bfloat16": "hint: did you mean `--dtype 'model.*=bfloat16'`?",
+    "batch verify runs o/{step}.json --watch 60": "hint: options of batch come first: `ckpttool batch --watch ...",
+    "batch convert runs o/{name} --to torhc": "hint: did you mean `torch`?",
+    "batch convert full.pt o/{step}": "error: `full.pt` has no known step, but the destination contains `{step}`",
+    "prune full.pt": "error: `full.pt`: not a run",
+    "repair runs o --merge full.pt": "hint: `--merge` takes the directory of another node",
+    "verify-resume --recipe recipe.py": "or `ckpttool verify-resume trial ... --recipe`?",
+    "convert full.pt -only model o.pt": "hint: did you mean `--only`?",
+    "convert runs o.pt --steps 2": "hint: name the directory of the step, such as `run7/step-500`",
 }
 
 
@@ -279,3 +303,47 @@ def test_one_step_of_a_run_by_its_number(tmp_path: Path) -> None:
     for step in (1, 2):
         torch.save({"w": torch.ones(2), "step": step}, tmp_path / f"step_{step}.pt")
     assert [one["step"] for one in ckpttool.inspect(tmp_path, steps=1).facts["run"]] == [1]
+
+
+def test_steps_with_a_dash_between(tmp_path: Path) -> None:
+    for step in (1, 2):
+        torch.save({"w": torch.ones(2), "step": step}, tmp_path / f"step_{step}.pt")
+    said = run("stats", str(tmp_path), "--steps", "1-2").stderr
+    assert said.endswith("hint: a range is written `1..2`; the complete ones are 1, 2\n")
+    assert run("stats", str(tmp_path), "--steps", "1..2").exit_code == 0
+
+
+def test_quotes_around_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FULL, "full.pt")
+    assert "hint: `ckpttool convert full.pt o.pt`;" in run("convert", "full.pt o.pt").stderr
+    said = run("convert", "full.pt", "o.pt --only model").stderr
+    assert said.endswith("hint: the quotes hold an option, too: end them behind `o.pt`\n")
+    assert os.listdir() == ["full.pt"]
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    """In place of a manifest, of shapes, and of a model."""
+    dcp, flat = str(CHECKPOINTS / "dcp/fsdp2_w4/ckpt"), str(CHECKPOINTS / "rank/fsdp1_local_w2/ckpt")
+    said = run("verify", dcp, "--manifest", f"{dcp}/.metadata").stderr
+    assert "is not a manifest, which is JSON\nhint: `--write-manifest` writes one\n" in said
+    config = CHECKPOINTS / "hf/llama/ckpt/config.json"
+    said = run("convert", flat, str(tmp_path / "o.pt"), "--shapes", str(config)).stderr
+    assert f"`{config}`: a config, which does not list the shapes of the parameters\nhint: name a checkpoint" in said
+    state = torch.load(FULL, weights_only=False)["optim"]
+    torch.save(state, tmp_path / "optim.pt")
+    said = run("convert", str(tmp_path / "optim.pt"), str(tmp_path / "o.safetensors")).stderr
+    assert "hint: a directory as DST keeps everything" in said and "--only model" not in said
+
+
+def test_a_rank_that_the_world_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that something else has left: the command ended in 0, and had done nothing."""
+    left = {"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    converted = spawn("convert", FULL, str(tmp_path / "a.pt"), env=environment(**left))
+    assert converted.wait() == 0 and (tmp_path / "a.pt").exists()
+    said = run("reshard", str(CHECKPOINTS / "dcp/fsdp2_w4/ckpt"), str(tmp_path / "o"), "--to-world", "2", env=left)
+    assert (said.exit_code, said.stderr) == (
+        2,
+        "error: `RANK=2` is none of the ranks of `WORLD_SIZE=2`\n"
+        "hint: without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK\n",
+    )
