@@ -138,6 +138,27 @@ def test_the_same_weights_are_counted_alike_in_every_form(drop: str, tmp_path: P
         assert headline(tmp_path / name).parameters == expected, form
 
 
+@pytest.mark.parametrize("name", ["hf/llama", "hf/gpt2"])
+def test_both_names_of_a_tied_weight_in_a_file_without_checksums(name: str, tmp_path: Path) -> None:
+    """As safetensors itself writes them; the model counts its parameters."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINTS / name / "ckpt")
+    with torch.no_grad():
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        expected = sum(p.numel() for p in model.parameters())
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        head = next(name for name in state if name.endswith("lm_head.weight"))
+        safetensors.torch.save_file(state, tmp_path / "a.safetensors")
+        assert headline(tmp_path / "a.safetensors").parameters == expected
+        state[head][-1, -1] += 1
+        safetensors.torch.save_file(state, tmp_path / "b.safetensors")
+        assert headline(tmp_path / "b.safetensors").parameters == expected + state[head].numel()
+        # Zeros are alike in all tensors that begin with them.
+        safetensors.torch.save_file(
+            {key: torch.zeros_like(one) for key, one in state.items()}, tmp_path / "c.safetensors"
+        )
+        assert headline(tmp_path / "c.safetensors").parameters == expected + state[head].numel()
+
+
 def test_a_head_with_other_bytes_is_not_tied(tmp_path: Path) -> None:
     weight = torch.randn(9, 4)
     names = ("embed.weight", "lm_head.weight")

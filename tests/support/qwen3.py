@@ -1,4 +1,4 @@
-"""Qwen3-0.6B on the test Hub: the files, names, dtypes and shapes of the real one, and no values."""
+"""Qwen3-0.6B on the test Hub: the files, names, dtypes and shapes of the real one, and few values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _REST = ("LICENSE", "README.md", "generation_config.json", "merges.txt", "tokeni
 
 
 def add(hub: Hub) -> None:
-    """Add the repository. The file of weights has a hole in place of its values."""
+    """Add the repository. The file of weights has a hole in place of its values, but for a few of the head and of the
+    embedding, which are the same."""
     shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (_VOCABULARY, _HIDDEN)}
     shapes["model.embed_tokens.weight"] = (_VOCABULARY, _HIDDEN)
     for i in range(_LAYERS):
@@ -48,10 +49,15 @@ def add(hub: Hub) -> None:
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = 2 * _VOCABULARY * _HIDDEN
     size, oid = 8 + len(text) + end, "0" * 64
     with (hub.store / oid).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(size)
+        for begin in range(0, 2 * head, head):
+            for at in (0, head // 2 - 2048, head - 2048):
+                file.seek(8 + len(text) + begin + at)
+                file.write(bytes(i * i % 251 for i in range(at, at + 4096))[: head - at])
     small = {name: b"{}" if name.endswith(".json") else b"" for name in (*_REST, "vocab.json")}
     hub.make(NAME)
     hub.commit(

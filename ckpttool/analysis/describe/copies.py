@@ -1,19 +1,22 @@
-"""Weights that are stored twice, which checksums in the files tell."""
+"""Weights that are stored twice, which checksums in the files tell, or samples of the bytes where there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from itertools import chain, islice
 
 from ckpttool.analysis.describe.warnings import probably_tied, untrained_pairs
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import Tensor
+from ckpttool.catalogue.entries import Extent, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
+from ckpttool.storage.files import Pool
 
 _TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
+_SAMPLES, _SAMPLE = 3, 1 << 10  # places of a shard without a checksum, and the bytes at each
+_DISTINCT = 8  # different bytes of a sample: those of zeros and ones tell nothing
 
 
 def note_copies(source: Source) -> None:
@@ -37,12 +40,32 @@ def _stored_twice(source: Source) -> Iterator[Warning]:
         compared = {places[i * (len(places) - 1) // (_COMPARED - 1)] for i in range(_COMPARED)}
         pairs = [(i, others[offsets]) for offsets, i in compared]
         with suppress(CkptError):
-            if all(_checksum(source, copy, i) == _checksum(source, original, k) is not None for i, k in pairs):
-                text = f"`{copy.name}` is `{original.name}`, stored twice: they have the same checksums{more}"
+            if why := _same(source, copy, original, pairs):
+                text = f"`{copy.name}` is `{original.name}`, stored twice: they have the same {why}{more}"
                 yield Warning("stored-twice", text, tensor=copy.name)
 
 
-def _checksum(source: Source, tensor: Tensor, i: int) -> tuple[int, int] | None:
-    """Return the size and the CRC of a shard; None where it has none of its own."""
-    extent = source.lookup(tensor, tensor.chunks.at(i))
-    return (extent.nbytes, extent.crc) if extent.crc is not None else None
+def _same(source: Source, copy: Tensor, original: Tensor, pairs: Sequence[tuple[int, int]]) -> str:
+    """Return what is the same of these shards, `checksums`; empty if anything differs, or cannot be compared."""
+    found = [(source.lookup(copy, copy.chunks.at(i)), source.lookup(original, original.chunks.at(k))) for i, k in pairs]
+    if any(one.nbytes != other.nbytes or one.crc != other.crc for one, other in found):
+        return ""
+    if all(one.crc is not None for one, _ in found):
+        return "checksums"
+    if not all(one.plain and other.plain for one, other in found):
+        return ""
+    with closing(Pool()) as pool:
+        is_same = all(_same_samples(source, pool, *extents) for extents in found)
+    return f"bytes in {_SAMPLES} samples" if is_same else ""
+
+
+def _same_samples(source: Source, pool: Pool, one: Extent, other: Extent) -> bool:
+    last = max(0, one.nbytes - _SAMPLE)
+    for start in sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)}):
+        first, second = (
+            pool.read(source.catalogue.files[extent.file].location, extent.offset + start, min(_SAMPLE, extent.nbytes))
+            for extent in (one, other)
+        )
+        if first != second or len({*first}) < _DISTINCT:
+            return False
+    return True
