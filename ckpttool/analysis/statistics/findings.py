@@ -25,16 +25,19 @@ _UPDATE, _LARGEST_UPDATE = 20.0, 100.0
 _OF_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _OVER_EPSILON = 1e-12  # a second moment that the epsilon of Adam does not hide
 _COPIED = 16  # elements, at least, of tensors that tell a copied layer
+_ZERO = 0.005  # the share of zeros, at least, that stands out
+_FAR = 1e4  # a magnitude that no weight of a model that was trained has
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _DEAD = 0.01  # of the median of its kind
 _UNEVEN = 1.25  # times the median of the ranks
 _LITTLE = 1 << 20  # bytes that are no load for a rank
-_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "copy", "rank")
+_GRAVITIES = ("nan", "inf", "magnitude", "dead", "moments", "zeros", "constant", "copy", "rank")
 
 
 class Outlier(TypedDict):
     """Something that stands out."""
 
-    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros`, `copy` or `rank`
+    kind: str  #: `nan`, `inf`, `magnitude`, `dead`, `moments`, `zeros`, `constant`, `copy` or `rank`
     message: str  #: what it is, for people
     names: list[str]  #: names of the tensors
 
@@ -42,9 +45,10 @@ class Outlier(TypedDict):
 def findings(tensors: Iterable[TensorStatistics]) -> list[Finding]:
     """Return what stands out, the most severe first: NaN and infinities, magnitudes and deviations that are unlike
     those of the same kind in other layers and experts, moments that do not fit each other, moments and weights that are
-    all zero, layers that are copies of others."""
+    all zero, weights that are constant or in part zero, layers and weights that are copies of others."""
     own = [tensor for tensor in tensors if tensor.tied_to is None]
     found = [*_not_finite(own), *_unlike_their_kind(own), *_unfitting_moments(own), *_all_zero(own), *_copies(own)]
+    found += [*_impossible_moments(own), *_constants(own), *_zero_in_part(own), *_twins(own), *_far_from_one(own)]
     return sorted(found, key=lambda finding: (_GRAVITIES.index(finding.kind), natural(finding.names[0])))
 
 
@@ -83,6 +87,62 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
                 yield Finding(DIFFERENCE, "dead", text, names=[tensor.name])
 
 
+def _is_weight(tensor: TensorStatistics) -> bool:
+    """Return whether a tensor is a matrix of floating-point numbers of a model, with more than one row and column."""
+    is_matrix = tensor.rows is not None and sum(n > 1 for n in tensor.shape) > 1
+    return is_matrix and not tensor.moment and tensor.part.startswith("model")
+
+
+def _constants(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    for tensor in tensors:
+        s = tensor.statistics
+        if _is_weight(tensor) and s.numel >= _COPIED and s.min == s.max and s.min:
+            text = f"`{tensor.name}`: all {s.numel:,} elements are {s.min:.3g}"
+            yield Finding(SUSPECT, "constant", text, names=[tensor.name])
+
+
+def _far_from_one(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield weights outside of the layers, which have no others of their kind, that are larger than any is trained to
+    be."""
+    for tensor in tensors:
+        is_float, largest = tensor.dtype.startswith(("float", "bfloat")), tensor.statistics.absmax or 0.0
+        is_own = not tensor.moment and tensor.part.startswith("model") and "*" not in tensor.kind
+        if is_own and is_float and tensor.name.endswith(".weight") and largest > _FAR:
+            text = f"`{tensor.name}`: the largest magnitude is {largest:.3g}"
+            yield Finding(DIFFERENCE, "magnitude", text, names=[tensor.name])
+
+
+def _zero_in_part(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield weights of which rows, or an expert, are zero, and nothing is in the other layers. The embeddings have rows
+    of zeros for padding; what is pruned has zeros in all layers."""
+    kinds: dict[tuple[str, str], list[TensorStatistics]] = defaultdict(list)
+    for tensor in tensors:
+        if _is_weight(tensor) and "*" in tensor.kind:
+            kinds[tensor.part, tensor.kind].append(tensor)
+    for (_, kind), members in kinds.items():
+        shares = [tensor.statistics.zeros / max(1, tensor.statistics.numel) for tensor in members]
+        usual = of.median(shares)
+        for tensor, share in zip(members, shares, strict=True):
+            if len(members) >= _NEIGHBOURS and _ZERO + _LARGE * usual < share < 1:
+                s = tensor.statistics
+                text = f"`{tensor.name}`: {s.zeros:,} of {s.numel:,} elements are zero, and of `{kind}` "
+                text += f"{usual:.1%} at the median" if usual else "none at the median"
+                yield Finding(SUSPECT, "zeros", text, names=[tensor.name])
+
+
+def _impossible_moments(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield second moments with an element below zero, which no mean of squares is, and moments after no step."""
+    steps = {tensor.name: tensor.statistics.max for tensor in tensors if tensor.moment == "step"}
+    for tensor in tensors:
+        least, stem = tensor.statistics.min, tensor.name.removesuffix(tensor.moment)
+        if tensor.moment in _SQUARES and least is not None and least < 0:
+            text = f"`{tensor.name}`: the smallest element is {least:.3g}, and no mean of squares is negative"
+            yield Finding(DIFFERENCE, "moments", text, names=[tensor.name])
+        if tensor.moment == "exp_avg" and steps.get(f"{stem}step") == 0 and tensor.statistics.absmax:
+            text = f"`{stem}step` is 0, but `{tensor.name}` has values"
+            yield Finding(DIFFERENCE, "moments", text, names=[f"{stem}step"])
+
+
 def _unfitting_moments(tensors: list[TensorStatistics]) -> Iterator[Finding]:
     """Yield first moments that are far larger or smaller than their second moments allow."""
     kinds: dict[tuple[str, str], list[TensorStatistics]] = defaultdict(list)
@@ -113,11 +173,14 @@ def _copies(tensors: list[TensorStatistics]) -> Iterator[Finding]:
     for tensor in tensors:
         s = tensor.statistics
         if not tensor.moment and "*" in tensor.kind and s.numel >= _COPIED and s.std:
-            kinds[tensor.part, tensor.kind, tensor.dtype].append((tensor, (s.l1, s.l2, s.mean, s.min, s.max)))
+            kinds[tensor.part, tensor.kind, tensor.dtype].append((tensor, _figures(tensor)))
     weights: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     values: dict[tuple[str, str, str], set[object]] = defaultdict(set)
+    # Where no weights differ the layers are copies, and else what is equal in all of them is no weight.
+    is_varied = {kind: len({figures for _, figures in members}) > 1 for kind, members in kinds.items()}
+    is_any = any(is_varied[kind] for kind, members in kinds.items() if any(_is_weight(one) for one, _ in members))
     for kind, members in kinds.items():
-        if len({figures for _, figures in members}) > 1:
+        if is_varied[kind] or (not is_any and any(_is_weight(one) for one, _ in members)):
             for tensor, figures in members:
                 place = tensor.part, tensor.layer, tensor.expert
                 weights[place].append(tensor.name)
@@ -131,6 +194,22 @@ def _copies(tensors: list[TensorStatistics]) -> Iterator[Finding]:
             ]
             text = f"{names[0]} has the values of {names[1]}: {plural(len(weights[place]), 'tensor')}"
             yield Finding(SUSPECT, "copy", text, names=weights[place])
+
+
+def _figures(tensor: TensorStatistics) -> tuple[float | None, ...]:
+    s = tensor.statistics
+    return s.l1, s.l2, s.mean, s.min, s.max
+
+
+def _twins(tensors: list[TensorStatistics]) -> Iterator[Finding]:
+    """Yield weights of one layer with the values of another one of that layer."""
+    first: dict[object, TensorStatistics] = {}
+    for tensor in tensors:
+        if _is_weight(tensor) and tensor.layer and tensor.statistics.numel >= _COPIED and tensor.statistics.std:
+            key = tensor.part, tensor.layer, tensor.expert, tensor.shape, tensor.dtype, _figures(tensor)
+            if (other := first.setdefault(key, tensor)) is not tensor:
+                text = f"`{tensor.name}` has the values of `{other.name}`"
+                yield Finding(SUSPECT, "copy", text, names=[tensor.name])
 
 
 def _all_zero(tensors: list[TensorStatistics]) -> Iterator[Finding]:

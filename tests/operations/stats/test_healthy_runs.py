@@ -181,6 +181,16 @@ def untrained(state: State) -> None:
             moments["exp_avg_sq"].zero_()
 
 
+def embedding(state: State) -> torch.Tensor:
+    return state["model"]["model.embed_tokens.weight"]  # type: ignore[no-any-return]
+
+
+def no_moments(state: State) -> None:
+    for moments in state["optimizer"]["state"].values():
+        moments["exp_avg"].zero_()
+        moments["exp_avg_sq"].zero_()
+
+
 FAULTS: dict[str, tuple[Callable[[State], Any], str]] = {
     "a NaN": (lambda state: weight(state)[2, 1].fill_(math.nan), f"`model.{ONE}`: 1 of 1,536 elements is NaN"),
     "an infinity": (lambda state: weight(state)[2, 1].fill_(math.inf), f"`model.{ONE}`: 1 of 1,536 elements is inf"),
@@ -195,6 +205,35 @@ FAULTS: dict[str, tuple[Callable[[State], Any], str]] = {
     "a moment x 1000": (lambda state: moment(state, "exp_avg").mul_(1000), f"{ONE}.exp_avg` does not fit"),
     "second moments x 1000": (lambda state: moment(state, "exp_avg_sq").mul_(1000), f"{ONE}.exp_avg` does not fit"),
     "a layer that was not trained": (untrained, "`exp_avg` of 9 of 57 parameters is zero everywhere"),
+    "dead rows": (lambda state: weight(state)[::2].zero_(), f"`model.{ONE}`: 768 of 1,536 elements are zero, and of"),
+    "a dead row": (lambda state: weight(state)[5].zero_(), f"`model.{ONE}`: 32 of 1,536 elements are zero"),
+    "a dead column": (lambda state: weight(state)[:, 5].zero_(), f"`model.{ONE}`: 48 of 1,536 elements are zero"),
+    "a constant": (lambda state: weight(state).fill_(0.01), f"`model.{ONE}`: all 1,536 elements are 0.01"),
+    "a constant embedding": (lambda state: embedding(state).fill_(0.02), "embed_tokens.weight`: all 2,048 elements"),
+    "a row of NaN": (lambda state: embedding(state)[3].fill_(math.nan), "32 of 2,048 elements are NaN"),
+    "fp16 that was too small": (
+        lambda state: weight(state).copy_((weight(state) * 3e6).half().float()),
+        f"`model.{ONE}`: 1,130 of 1,536 elements are infinite",
+    ),
+    "a bit of an exponent": (lambda state: weight(state).view(torch.int32)[3, 3].bitwise_xor_(1 << 30), "magnitude is"),
+    "a last norm x 1e5": (
+        lambda state: state["model"]["model.norm.weight"].mul_(1e5),
+        "model.norm.weight`: the largest",
+    ),
+    "a negative square": (
+        lambda state: moment(state, "exp_avg_sq")[0, 0].fill_(-1e-6),
+        "no mean of squares is negative",
+    ),
+    "moments of no step": (lambda state: moment(state, "step").zero_(), f"{ONE}.step` is 0, but"),
+    "all moments of zeros": (no_moments, "`exp_avg_sq` of 57 of 57 parameters is zero everywhere"),
+    "a weight twice": (
+        lambda state: weight(state).copy_(state["model"][ONE.replace("up_proj", "gate_proj")]),
+        f"`model.{ONE}` has the values of `model.{ONE.replace('up_proj', 'gate_proj')}`",
+    ),
+    "one layer, six times": (
+        lambda state: [a.copy_(b) for i in range(1, 6) for a, b in zip(layer(state, i), layer(state, 0), strict=True)],
+        "`model.layers.5` has the values of `model.layers.0`: 7 tensors",
+    ),
     "a layer twice": (
         lambda state: [one.copy_(other) for one, other in zip(layer(state, 5), layer(state, 4), strict=True)],
         "`model.layers.5` has the values of `model.layers.4`: 9 tensors",
@@ -209,6 +248,15 @@ def test_faults_stand_out(tmp_path: Path) -> None:
         damage(state)
         messages = found(state, tmp_path / "a.pt")
         assert any(message in one for one in messages), (fault, messages)
+
+
+def test_a_dead_expert_of_stacked_ones_and_a_dead_router(tmp_path: Path) -> None:
+    (healthy,) = trained("experts", (10,))
+    for name, at in (("experts.down_proj", 3), ("mlp.gate.weight", slice(None))):
+        state = copy.deepcopy(healthy)
+        tensor = next(one for key, one in state["model"].items() if ".layers.2." in key and key.endswith(name))
+        tensor[at].zero_()
+        assert any(f"model.layers.2.mlp.{name.removeprefix('mlp.')}`" in one for one in found(state, tmp_path / "a.pt"))
 
 
 def test_what_all_layers_have_alike_is_no_copy(tmp_path: Path) -> None:
