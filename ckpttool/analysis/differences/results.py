@@ -93,14 +93,19 @@ class Total:
     relative_distance: float | None = None  #: the one relative to the other
     _sums: Sums = (0.0, 0.0, 0.0)
 
-    def count(self, numel: int, comparison: Comparison | None, differs: bool) -> None:
-        """Add a tensor; `comparison` is None if its bytes are the same."""
+    def count(self, numel: int, comparison: Comparison | None, differs: bool, *, is_counter: bool = False) -> None:
+        """Add a tensor; `comparison` is None if its bytes are the same. A counter, such as the steps of a parameter, is
+        in no figure: it would be larger than all moments."""
         self.tensor_count += 1
         self.equal += not differs
         self.numel += numel
         if comparison is None:
             return
         more = comparison.result()
+        if is_counter:
+            self.differing += more.differing
+            self.beyond = self.beyond if more.beyond is None else (self.beyond or 0) + more.beyond
+            return
         add_figures(self, more)
         if more.differing:
             self._sums = added(self._sums, comparison.sums)
@@ -197,7 +202,9 @@ class Diff(Result):
         ranked = sorted(self.tensors, key=lambda tensor: (not tensor.part.startswith("model"), rank(tensor)[1:]))
         for tensor in ranked[:1]:
             if tensor.values is not None and (largest := tensor.values.relative_distance):
-                text += f"; largest {RELATIVE_DISTANCE} {largest:.3g} in {tensor.name}"
+                is_all = all(one.part == tensor.part for one in self.tensors)
+                where = "" if is_all else f"in the {tensor.part}, the "
+                text += f"; {where}largest {RELATIVE_DISTANCE} {'' if is_all else 'is '}{largest:.3g} in {tensor.name}"
         return text
 
     def ranked(self, key: str = "l2", top: int | None = None) -> list[TensorDifference]:

@@ -58,11 +58,14 @@ def place_of(tensor: Tensor, names: Names = NO_NAMES) -> ModelPlace:
     return ModelPlace(str(tensor.part), moment, layer, ".".join(kind), expert)
 
 
-def module_of(tensor: Tensor) -> tuple[str, str, str] | None:
+def module_of(tensor: Tensor, names: Names = NO_NAMES) -> tuple[str, str, str] | None:
     """Return the layer of a tensor, outside of the layers its module, with its part and moment; None of what is neither
-    of a model nor state of a parameter."""
+    of a model nor state of a parameter. State of a parameter that has a number is that of its name in `names`."""
     if tensor.part.kind not in ("model", "optimizer") or (tensor.part.kind == "optimizer" and not tensor.shape):
         return None
-    place = place_of(tensor)
+    place = place_of(tensor, names)
     keys, _ = parameter_of(tensor)
+    if place.moment and len(keys) == 1 and _NUMBER.fullmatch(keys[0]):
+        name = names.get((tensor.part, keys[0]))
+        keys = [f"parameter {keys[0]}"] if name is None else name.split(".")
     return place.layer or ".".join(keys[:-1] or keys), place.part, place.moment

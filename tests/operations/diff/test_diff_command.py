@@ -253,7 +253,7 @@ def test_what_changed_most_comes_first(steps: tuple[Path, Path]) -> None:
         if name in expected:
             assert tensor["values"]["relative_distance"] == pytest.approx(expected[name], rel=1e-6)
     lines = run("diff", *steps).stdout.split("\n\n")
-    assert f"largest relative L2 distance {expected['head.weight']:.3g} in model.head.weight" in lines[0]
+    assert f"largest relative L2 distance is {expected['head.weight']:.3g} in model.head.weight" in lines[0]
     modules = next(text for text in lines if text.startswith("modules")).splitlines()
     assert [line.split()[0] for line in modules[2:]] == ["head", "layers.2", "layers.1", "layers.0"]
     values = next(text for text in lines if text.startswith("values of model")).splitlines()
@@ -302,3 +302,33 @@ def test_the_heat_map_of_the_page_is_of_relative_distances(steps: tuple[Path, Pa
     document = json.loads(text.partition('id="document">')[2].partition("</script>")[0])
     assert document["listed"][0] == "relative L2 distance"
     assert len({*document["tensors"]["values"]["relative L2 distance"]}) == 4
+
+
+def test_an_optimizer_is_compared_by_its_moments(tmp_path: Path) -> None:
+    """Its step counters are larger than all of them; and what it numbers is named, or said to be a number."""
+    states = []
+    for steps in (2, 4):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+        states.append({"model": model.state_dict(), "optim": optimizer.state_dict()})
+    paths = [tmp_path / "2.pt", tmp_path / "4.pt"]
+    for path, state in zip(paths, states, strict=True):
+        torch.save(state, path)
+    document = json.loads(run("diff", *map(str, paths), "--json").stdout)
+    moments = [
+        torch.cat([one[key].flatten() for one in state["optim"]["state"].values() for key in ("exp_avg", "exp_avg_sq")])
+        for state in states
+    ]
+    expected = float((moments[1] - moments[0]).double().norm() / moments[0].double().norm())
+    (part,) = (one for one in document["parts"] if one["part"] == "optimizer (optim)")
+    assert part["relative_distance"] == pytest.approx(expected) and part["equal"] == 0 < 1 < part["differing"]
+    assert {one["name"] for one in document["modules"]} == {"0", "1"}
+    assert "in the model, the largest relative L2 distance is" in document["message"]
+    for path, state in zip(paths, states, strict=True):
+        torch.save(state["optim"], path)
+    said = run("diff", *map(str, paths)).stdout
+    assert "  parameter 3 " in said and "; largest relative L2 distance " in said
