@@ -323,7 +323,7 @@ def test_what_is_planted_is_found_and_named(tmp_path: Path, kind: str) -> None:
 
 def test_a_rank_with_more_bytes_is_found_and_named(tmp_path: Path) -> None:
     # 4 MB on each of four ranks, and 1.3 MB more on one: 31 % more than the others.
-    torch.save({"model": {"sharded": torch.ones(4096, 1024), "whole": torch.ones(325_000)}}, tmp_path / "x.pt")
+    torch.save({"model": {"sharded": torch.randn(4096, 1024), "whole": torch.ones(325_000)}}, tmp_path / "x.pt")
     ckpttool.reshard(tmp_path / "x.pt", tmp_path / "x", to_world=4, replicate="*whole")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "x").glob("*.distcp")}
     largest = max(sizes, key=lambda name: sizes[name])
