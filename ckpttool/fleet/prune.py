@@ -78,7 +78,7 @@ class Pruned(Result):
         counts = {action: self._count(action) for action in ("remove", "drop")}
         texts = [f"{plural(counts['remove'], 'checkpoint')}"] if counts["remove"] else []
         texts += [f"parts of {counts['drop']}"] if counts["drop"] else []
-        kept = f"{len(self.checkpoints) - counts['remove']} of {len(self.checkpoints)} stay"
+        kept = f"{len(self.checkpoints) - counts['remove']} of {len(self.checkpoints)} kept"
         verb = "would remove" if self.dry_run else "removed"
         return f"{verb} {' and '.join(texts) or 'nothing'} of {self.path}: {size(self.freed_bytes)}; {kept}"
 
@@ -103,7 +103,7 @@ def blocks(result: Pruned, verbose: bool = False) -> Iterator[Block]:
     if result.others:
         yield Line(["also there, and left: ", ", ".join(result.others)], is_apart=True)
     if result.verdict == "planned":
-        yield Line(["`--yes` does it"])
+        yield Line(["pass `--yes` to carry this out"])
 
 
 def prune(

@@ -18,7 +18,7 @@ _MAX_BARS = 40  # bars
 _BARS_OF_VALUES = 14  # of a histogram in a table
 _PLACE = ("name", "part", "moment", "layer", "expert", "dtype")
 _FIGURES = ("rms", "absmax", "min", "max")
-_NAME = Column("name", fit="clip")
+_NAME = Column("name", fit="wrap")
 
 
 def blocks(
@@ -62,10 +62,11 @@ def _of_groups(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> 
         if row.layer and row.statistics.rms is not None:
             rms.setdefault((row.part, row.moment, row.kind, row.dtype), []).append(row.statistics.rms)
     has_layers = any((group.part, group.moment, group.name, group.dtype) in rms for group in groups)
+    has_several = any(group.tensor_count > 1 for group in groups)
     rows = [
         [
             group.name,
-            str(group.tensor_count) if group.tensor_count > 1 else "",
+            *([str(group.tensor_count) if group.tensor_count > 1 else ""] if has_several else []),
             count(group.statistics.numel),
             *_figures(group),
             *([spark(rms.get((group.part, group.moment, group.name, group.dtype), []))] if has_layers else []),
@@ -73,7 +74,8 @@ def _of_groups(result: Stats, title: str, groups: Sequence[GroupStatistics]) -> 
         for group in groups
     ]
     layers = [Column("rms by layer", drop=2)] if has_layers else []
-    columns = [_NAME, Column("tensors", is_number=True), *_columns(inf=3), *layers]
+    counts = [Column("tensors", is_number=True)] if has_several else []
+    columns = [_NAME, *counts, *_columns(inf=3), *layers]
     return Table(title, columns, rows, plural(sum(group.tensor_count for group in groups), "tensor"), limit=None)
 
 

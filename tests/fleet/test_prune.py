@@ -145,7 +145,7 @@ def test_the_command_line(there: Path) -> None:
     planned = run("prune", "run7", "--keep-last", "2", "--keep-every", "10", "--drop", "optimizer")
     assert planned.exit_code == 0
     assert "would remove 2 checkpoints and parts of 1 of run7" in planned.stdout
-    assert planned.stdout.rstrip().endswith("`--yes` does it")
+    assert planned.stdout.rstrip().endswith("pass `--yes` to carry this out")
     rule = ["--keep-last=2", "--keep-every=10", "--drop=optimizer"]
     assert run("prune", "run7", *rule, "-q").stdout.split() == ["step-5", "step-10", "step-15"]
     done = run("prune", "run7", *rule, "--yes", "--json")

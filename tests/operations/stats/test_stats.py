@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -448,3 +449,25 @@ def test_only_zeros_are_a_hundred_percent(tmp_path: Path) -> None:
     lines = [line.split() for line in run("stats", str(tmp_path / "a.pt"), "--each").stdout.splitlines()]
     shares = {line[0]: [word for word in line if "%" in word] for line in lines if line}
     assert (shares["all"], shares["most"], shares["half"]) == (["100%"], [">99%"], ["50%"])
+
+
+def test_names_are_whole_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ended in `…`, beside a column of nothing."""
+    from ckpttool.reports.statistics import blocks
+    from ckpttool.reports.terminal import Terminal
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    names = [f"model.layers.0.{name}_layernorm_of_the_attention.weight" for name in ("input", "post_attention")]
+    torch.save({name: torch.randn(64, 64) for name in names}, tmp_path / "a.pt")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    result = ckpttool.stats(tmp_path / "a.pt", cache=False)
+    for is_list in (False, True):
+        screen = Screen()
+        Terminal(screen).blocks(blocks(result, is_list=is_list))
+        text = screen.getvalue()
+        assert "…" not in text and "post_attention_" in text and max(map(len, text.splitlines())) <= 80
+        assert is_list or " tensors  elements" not in text
