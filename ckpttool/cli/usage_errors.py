@@ -282,7 +282,7 @@ def command_meant(name: str, names: list[str], command: str) -> str:
     if meant := _SYNONYMS.get(word) or (f"`{near[0]}`" if near else None):
         return f"did you mean {meant}?"
     if "run" in names and shutil.which(name):
-        return f"the command to run comes behind `run --`: `{command} run -- {name} ...`"
+        return f"the command to run goes after `run --`: `{command} run -- {name} ...`"
     if os.path.lexists(name) or is_remote(name):
         return f"the command comes first: `{command} {names[0]} {name}`"
     return f"`{command} --help` lists the commands"

@@ -213,7 +213,7 @@ def _check_cuts(partition: Partition, size: int) -> None:
     begins = [(cuts[0].rank, cuts[0].start, name) for name, cuts in partition.slices.items() if cuts]
     for one, other in pairwise(begins):
         if one[:2] > other[:2]:
-            text = f"`{other[2]}` lies before `{one[2]}`, and comes after it in `param_shapes`"
+            text = f"`{other[2]}` is stored before `{one[2]}`, and comes after it in `param_shapes`"
             raise CorruptError(text, hint=_ONE_SAVE, tensor=other[2])
     for rank in partition.paddings:
         for piece, behind in pairwise(partition.of_rank(rank)):

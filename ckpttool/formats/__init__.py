@@ -91,7 +91,7 @@ def writable(name: str | None, dst: str) -> Format:
     if row is None:
         hint = f"pass {options(CHECKPOINTS, ', ')}"
         if options_in := _QUOTED_OPTIONS.search(dst):
-            hint = f"the quotes hold an option, too: end them behind `{dst[: options_in.start()]}`"
+            hint = f"the quotes include an option: end them after `{dst[: options_in.start()]}`"
         elif suffix := next((suffix for suffix in NOT_WRITTEN if dst.endswith(suffix)), None):
             stem = dst.removesuffix(suffix).removesuffix(".index").removesuffix(".safetensors")
             hint = NOT_WRITTEN[suffix] or f"no such file is written: name it `{stem}.pt` or `{stem}.safetensors`"

@@ -425,7 +425,7 @@ def _table(keymap: KeyMap, group: _Group) -> tuple[Table, list[Tensor]]:
             if tensor is None:
                 missing = source.filled(group.values | dict(zip(rule.stacks, map(str, numbers), strict=True)))
                 raise UsageError(
-                    f"key map `{keymap.name}`: there is no `{missing}`, of which `{rule.targets[0].text}` is made",
+                    f"key map `{keymap.name}`: there is no `{missing}`, from which `{rule.targets[0].text}` is made",
                     hint="`--map none` leaves the names as they are",
                     tensor=missing,
                 )

@@ -162,7 +162,7 @@ def chosen_steps(location: Location, steps: int | str | Sequence[int | str]) -> 
     complete = [checkpoint for checkpoint in checkpoints(location) if checkpoint.complete]
     names = [str(name).strip() for name in (str(steps).split(",") if isinstance(steps, int | str) else steps)]
     if not complete:
-        text = f"`{location}` is not a run with complete checkpoints, of which to take steps: {', '.join(names)}"
+        text = f"`{location}` is not a run with complete checkpoints from which to take steps: {', '.join(names)}"
         raise UsageError(text, hint="name the directory that has the checkpoints of several steps")
     if names == ["all"]:
         return complete

@@ -46,7 +46,7 @@ def check_sharding(report: TrialReport, run: str, seen: list[Seen]) -> None:
     _check_losses(report, run, seen)
     if seen[0].shared:
         keys = [key for key in seen[0].shared if len({one.shared.get(key) for one in seen}) > 1]
-        message = f"the ranks have different values of {some(keys)}, of which one is saved" if keys else ""
+        message = f"the ranks have different values of {some(keys)}, but only one is saved" if keys else ""
         _add(report, RankCheck("values of the run", run, len(seen[0].shared), not keys, message))
     for note in dict.fromkeys(note for one in seen for note in one.notes):
         report.notes.append(f"run {run}: {note}")

@@ -303,7 +303,7 @@ def _check_route(commands: Commands, via: str, world: int | None, to_world: int 
         raise UsageError("`--to-world` needs `{world}` in the command, for the number of ranks", hint=hint)
     if (via or to_world is not None) and not commands.uses("checkpoint", resuming=True):
         hint = "`--resume-with '... --resume {checkpoint}'`"
-        raise UsageError("`--via` and `--to-world` need a command that is told what to resume from", hint=hint)
+        raise UsageError("`--via` and `--to-world` need a command that takes the path to resume from", hint=hint)
 
 
 def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> str:

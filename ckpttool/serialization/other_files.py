@@ -136,7 +136,7 @@ def _is_of(location: Location) -> str | None:
     folder = location.parent
     with suppress(CkptError):
         if any(name.endswith(_WEIGHTS) for name in folder.names()):
-            return f"it lies beside the weights: name the directory, `{folder or '.'}`"
+            return f"it is next to the weights: name the directory, `{folder or '.'}`"
     if _ABOUT_A_MODEL.fullmatch(location.name):
         return "it has no weights: name the checkpoint, a file or a directory"
     return None

@@ -61,7 +61,7 @@ MISTAKES = {
     "convert full.pt D:\\o.pt": "hint: drives of Windows are elsewhere here: in WSL, it is `/mnt/d/o.pt`",
     "convert full.pt runs o --to dcp": "hint: `ckpttool convert SRC DST` is all; ",
     "batch convert full.pt o/{stp}": "hint: `{step}` and `{name}` are filled in",
-    "verify-resume python3 train.py": "hint: the command to run comes behind `run --`: `ckpttool verify-resume run -- ",
+    "verify-resume python3 train.py": "hint: the command to run goes after `run --`: `ckpttool verify-resume run -- ",
     "inspect full.pt --map-location cpu": "hint: leave it out: no device is used",
     "clean . --force": "hint: did you mean `--yes`?",
     "convert full.pt o --overwrite=yes": "hint: write `--overwrite` alone",
@@ -188,7 +188,7 @@ def test_a_config_in_place_of_the_directory(tmp_path: Path, monkeypatch: pytest.
     """Beside the weights it is about them; by itself it is no download that was refused."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(CHECKPOINTS / "hf/llama/ckpt", "llama")
-    assert "hint: it lies beside the weights: name the directory, `llama`" in run("inspect", "llama/config.json").stderr
+    assert "hint: it is next to the weights: name the directory, `llama`" in run("inspect", "llama/config.json").stderr
     os.remove("llama/model.safetensors")
     assert "hint: it has no weights: name the checkpoint" in run("inspect", "llama/config.json").stderr
 
@@ -318,7 +318,7 @@ def test_quotes_around_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shutil.copy(FULL, "full.pt")
     assert "hint: `ckpttool convert full.pt o.pt`;" in run("convert", "full.pt o.pt").stderr
     said = run("convert", "full.pt", "o.pt --only model").stderr
-    assert said.endswith("hint: the quotes hold an option, too: end them behind `o.pt`\n")
+    assert said.endswith("hint: the quotes include an option: end them after `o.pt`\n")
     assert os.listdir() == ["full.pt"]
 
 

@@ -114,7 +114,7 @@ def test_a_universal_checkpoint_is_the_run_that_it_was_made_of(tmp_path: Path) -
     [
         ("up.weight/fp32.pt", "`zero/up.weight` has no `fp32.pt`"),
         ("up.weight/exp_avg.pt", "`zero/up.weight` has no `exp_avg.pt`"),
-        ("optimizer_state.pt", "optimizer_state.pt` is missing, of which the learning rates"),
+        ("optimizer_state.pt", "optimizer_state.pt` is missing, which has the learning rates"),
     ],
 )
 def test_a_universal_checkpoint_that_lacks_a_file(remove: str, text: str, tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ def test_a_map_and_its_inverse(seed: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "without", "why"),
     [
-        (RULES[1], ["h.1.moe.1.gate"], "there is no `h.1.moe.1.gate`, of which `l.{n}.gates` is made"),
+        (RULES[1], ["h.1.moe.1.gate"], "there is no `h.1.moe.1.gate`, from which `l.{n}.gates` is made"),
         (RULES[2], ["h.0.x.2.b"], "there is no `h.0.x.2.b`"),
         (RULES[7], ["layers.1.experts.1.down"], "there is no `layers.1.experts.1.down`"),
         (

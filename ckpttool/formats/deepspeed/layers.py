@@ -33,14 +33,14 @@ def of_pipeline(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values
         if kind == "tied_modules":
             tied.setdefault(f"{kind}.{layer}.", set()).add(parameter)
         elif kind.isdecimal() and int(kind) not in present:
-            text = f"the file of layer {int(kind)} is missing, of which the optimizer has `{name}`"
+            text = f"the file of layer {int(kind)} is missing, but the optimizer has its `{name}`"
             opened.fault(text, _COPY, tensor=name)
     for number, file_name in sorted(present.items()):
         file, root = opened.load(0, file_name), f"{number}."
         if not any(f"{root}{key}" in by_name for key in file.tree):
             alike = [one for one, names in tied.items() if names and names <= file.tree.keys()]
             if len(alike) > 1 and any(f"{one}{key}" not in by_name for key in file.tree for one in alike):
-                text = f"`{file_name}` is of one of {some(alike)}, and nothing says of which"
+                text = f"`{file_name}` belongs to one of {some(alike)}, and nothing says to which"
                 raise ReadError(text, hint=members.CONVERT, file=file_name, found=alike)
             root = alike[0] if alike else root
         own = {f"{root}{key}": (value, file) for key, value in file.tree.items()}
@@ -56,7 +56,7 @@ def of_pipeline(opened: OpenDirectory, by_name: Mapping[str, Rebuilt]) -> Values
     if gaps := [f"layer {n}" for n in range(last) if n not in present]:
         text = f"no file of {some(gaps)}: that is so of a function; of a module, the file would be missing"
         opened.warn("missing-part", text)
-    text = f"no file names the layers behind layer {last}: one that trains nothing would not be missed"
+    text = f"no file names the layers after layer {last}: one that trains nothing would not be missed"
     opened.warn("missing-part", text)
     return values
 

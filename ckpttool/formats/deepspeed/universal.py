@@ -77,7 +77,7 @@ def read(opened: OpenDirectory) -> Folders:
         folders.common = opened.load(0, f"{UNIVERSAL}/{_COMMON}")
         _check_first_rank(opened, folders, folders.common)
     elif any(folders.states.values()):
-        text = f"`{folder / _COMMON}` is missing, of which the learning rates and the like are"
+        text = f"`{folder / _COMMON}` is missing, which has the learning rates and other hyper-parameters"
         raise CorruptError(text, hint=_COPY, file=folder / _COMMON)
     if folders.copies:
         text = f"copies in float32 of buffers, frozen and tied parameters are not read: {some(folders.copies)}"
