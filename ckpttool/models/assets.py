@@ -257,6 +257,14 @@ def _copy(name: str, source: Location) -> Outgoing:
 # config.json ----------------------------------------------------------------------------------------------------------
 
 
+def _is_of_model(text: str, keys: Sequence[str]) -> bool:
+    """Return whether a config in a config is one of a model: that of MPT's attention has an empty `model_type`."""
+    config = json.loads(text)
+    for key in keys:
+        config = config[key]
+    return bool(config.get("model_type") != "")
+
+
 def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
     """Return the text of a config with another dtype, and the changed keys with their old values:
     `[("torch_dtype", "float32"), ("text_config.dtype", "float32")]`. Only existing keys at the top level and of the
@@ -281,7 +289,8 @@ def with_dtype(text: str, dtype: str) -> tuple[str, list[tuple[str, str]]]:
             is_config = all(map(_CONFIGS.fullmatch, inside[1:])) and inside[:1] == [""]
             if is_config and key in _DTYPE_KEYS and (value := _VALUE.match(text, at)):
                 old = json.loads(value[1])
-                if old not in (dtype, f"torch.{dtype}"):
+                is_of_model = old is not None or not inside[1:] or _is_of_model(text, inside[1:])
+                if old not in (dtype, f"torch.{dtype}") and is_of_model:
                     pieces += [text[done : value.start(1)], json.dumps(dtype)]
                     done = at = value.end()
                     changed.append((".".join([*inside[1:], key]), str(old)))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -412,6 +413,17 @@ def test_assets_are_copied_as_files_and_one_word_is_changed(tmp_path: Path) -> N
 )  # fmt: skip
 def test_the_dtype_of_a_config(text: str, changed: str) -> None:
     assert with_dtype(text, "bfloat16")[0] == changed
+
+
+def test_a_dtype_of_a_config_inside_that_is_null_stays_so(tmp_path: Path) -> None:
+    """As of MPT, whose config of the attention `save_pretrained` writes with null."""
+    small = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=40, max_seq_len=16)
+    transformers.MptForCausalLM(small).save_pretrained(tmp_path / "mpt")
+    text = (tmp_path / "mpt/config.json").read_text()
+    assert json.loads(text)["attn_config"]["dtype"] is None
+    assert with_dtype(text, "float32") == (text, [])
+    assert with_dtype(text, "bfloat16")[0] == text.replace('"dtype": "float32"', '"dtype": "bfloat16"')
+    assert with_dtype('{"dtype": null}', "bfloat16")[0] == '{"dtype": "bfloat16"}'
 
 
 def test_links_that_lead_out_of_the_assets_are_not_followed(tmp_path: Path) -> None:
