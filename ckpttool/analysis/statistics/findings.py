@@ -22,6 +22,7 @@ _LARGE_MOMENT = 1000.0  # the same of momentum; gradients of early and late laye
 # Adam's first and second moment of a parameter belong together, whatever its gradients are: their quotient is between
 # these, relative to its kind and at all. The second moments themselves differ by 30,000 times in healthy young runs.
 _UPDATE, _LARGEST_UPDATE = 20.0, 100.0
+_UPDATE_OF_BIAS = 200.0  # and this much smaller, of vectors; one of 33 times in a healthy Swin
 _OF_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _OVER_EPSILON = 1e-12  # a second moment that the epsilon of Adam does not hide
 _COPIED = 16  # elements, at least, of tensors that tell a copied layer
@@ -157,8 +158,10 @@ def _unfitting_moments(tensors: list[TensorStatistics]) -> Iterator[Finding]:
         median = of.median(updates)
         for tensor, update in zip(members, updates, strict=True):
             is_hidden = second.get(f"{tensor.name}_sq", 0.0) < _OVER_EPSILON
+            # Gradients of a bias may be little but noise, of which the first moment is the mean.
+            least = median / (_UPDATE if len(tensor.shape) > 1 else _UPDATE_OF_BIAS)
             is_unlike = len(members) >= _NEIGHBOURS and (
-                update > _UPDATE * median or (update < median / _UPDATE and not is_hidden)
+                update > _UPDATE * median or (update < least and not is_hidden)
             )
             if update > _LARGEST_UPDATE or is_unlike:
                 text = f"`{tensor.name}` does not fit its `exp_avg_sq`: the rms of Adam's update is {update:.3g}"

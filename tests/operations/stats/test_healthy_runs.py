@@ -259,6 +259,15 @@ def test_a_dead_expert_of_stacked_ones_and_a_dead_router(tmp_path: Path) -> None
         assert any(f"model.layers.2.mlp.{name.removeprefix('mlp.')}`" in one for one in found(state, tmp_path / "a.pt"))
 
 
+def test_the_gradient_of_a_vector_may_be_noise(tmp_path: Path) -> None:
+    """As of a bias of the queries in a healthy Swin, whose update was 33 times smaller than those of other layers."""
+    (healthy,) = trained("llama", (10,))
+    for name, is_found in (("model.layers.3.input_layernorm.weight", False), (ONE, True)):
+        state = copy.deepcopy(healthy)
+        state["optimizer"]["state"][name]["exp_avg"].div_(40)
+        assert any(f"{name}.exp_avg` does not fit" in one for one in found(state, tmp_path / "a.pt")) is is_found
+
+
 def test_what_all_layers_have_alike_is_no_copy(tmp_path: Path) -> None:
     """Frequencies of rotary embeddings in each layer, and norms that are all ones."""
     state = {f"layers.{i}.w": torch.randn(8, 8) for i in range(4)}
