@@ -198,7 +198,7 @@ def _turned(tree: Any) -> None:
         ("zero2_w3", lambda d: of_another_run(d, optim(1)), f"in `{MODEL}` is not that of `{optim(1)}`, rounded"),
         ("zero1_w2", lambda d: of_another_run(d, optim(0), optim(1)), f"in `{MODEL}` is not that of `{optim(0)}`"),
         ("zero2_w3", lambda d: of_another_run(d, MODEL), f"in `{MODEL}` is not that of `{optim(0)}`, rounded"),
-        ("zero2_w3", lambda d: unnamed(d / MODEL, _reversed), "is stored before .* comes after it in `param_shapes`|go on"),
+        ("zero2_w3", lambda d: unnamed(d / MODEL, _reversed), "before .* comes after it in `param_shapes`|go on"),
         ("zero2_w3", lambda d: unnamed(d / MODEL, _turned), r"has \[7, 5\], but `param_shapes` \[5, 7\]"),
         ("zero3_w3", lambda d: copy(d, optim(0), optim(1)), f"`{optim(1)}` has the same weights as `{optim(0)}`"),
         ("zero3_w3", lambda d: copy(d, weights(0), weights(1)), f"`{weights(1)}` has the same frozen parameters as"),

@@ -82,7 +82,8 @@ def _unlike_their_kind(tensors: list[TensorStatistics]) -> Iterator[Finding]:
                 text = f"`{tensor.name}`: the largest magnitude is {largest:.3g}, {largest / absmax:.0f} times"
                 median = f"the median of those of `{kind}`, {absmax:.3g}"
                 yield Finding(DIFFERENCE, "magnitude", f"{text} {median}", names=[tensor.name])
-            if rms > 0 and size < _DEAD * rms and not tensor.moment:
+            # Biases begin with zeros, and those of norms are of the kind of others where layers have only numbers.
+            if rms > 0 and size < _DEAD * rms and not tensor.moment and not kind.endswith("bias"):
                 what = f"expert {tensor.expert} of {tensor.layer or 'the model'}" if tensor.expert else "it"
                 text = f"`{tensor.name}`: the rms is {size:.3g}, the median of `{kind}` {rms:.3g}: {what} may be dead"
                 yield Finding(DIFFERENCE, "dead", text, names=[tensor.name])

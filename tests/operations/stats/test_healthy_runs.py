@@ -143,6 +143,18 @@ def test_nothing_stands_out_of_a_healthy_run(name: str, tmp_path: Path) -> None:
         assert found(state, tmp_path / "a.pt") == []
 
 
+def test_nothing_stands_out_of_layers_that_have_numbers_alone(tmp_path: Path) -> None:
+    """The biases of norms, which begin with zeros, beside those of convolutions: `*.bias`."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8)]
+    model = nn.Sequential(*layers, nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(x := torch.randn(4, 3, 8, 8)).sub(x).square().mean().backward()
+        optimizer.step()
+        assert found({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt") == []
+
+
 def test_nothing_stands_out_of_adversaries(tmp_path: Path) -> None:
     for state in adversaries((1, 10, 40)):
         assert found(state, tmp_path / "a.pt") == []
