@@ -448,7 +448,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"at": 5}, "`at=5, until=5`"),
         ({"loss": "loss ("}, "not a regular expression"),
         ({"resume_with": "python t.py"}, "neither"),
-        ({"resume_with": "...", "via": "dcp"}, "told what to resume from"),
+        ({"resume_with": "...", "via": "dcp"}, "the path to resume from"),
         ({"to_world": 2}, "{world}"),
         ({"resume_with": "sh -c '... --resume {checkpoint}'"}, "stands for the command as a word alone"),
         ({"via": "onnx"}, "there is no such stage"),
