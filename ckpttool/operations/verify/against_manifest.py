@@ -16,6 +16,7 @@ from ckpttool.serialization.manifest import Hashed, Manifest
 from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import Location
+from ckpttool.transfer import digests
 from ckpttool.transfer.checksums import Pieces
 from ckpttool.transfer.threads import Work
 
@@ -74,7 +75,7 @@ def _files(
     same = [(known_as, name) for known_as, name in listed.items() if (root / name).absolute() not in differing]
     hashed = [name for known_as, name in same if known_as in manifest.files]
     work = Work(sum(map(sizes.__getitem__, hashed)), run.progress)
-    hashes, _ = manifests.of_files(root, hashed, run.threads, work)
+    hashes, _ = digests.of_files(root, hashed, run.threads, work)
     run.report.hashed_bytes += work.done
     for known_as, name in listed.items():
         expected_hash = manifest.files.get(known_as, "").lower()
@@ -138,7 +139,7 @@ def _tensors(run: Verification, expected: list[Hashed]) -> Iterator[Finding]:
             pairs.append((listed, tensor))
     work = Work(sum(tensor.nbytes for _, tensor in pairs), run.progress)
     try:
-        hashes = manifests.of_tensors(run.source, [tensor for _, tensor in pairs], run.threads, work)
+        hashes = digests.of_tensors(run.source, [tensor for _, tensor in pairs], run.threads, work)
     except CkptError as error:
         yield Finding.of(error, "unreadable")
         return

@@ -304,7 +304,9 @@ class Runs:
         """Return whether samples have runs of an entry: where each tensor has one chunk, there are none."""
         run = re.compile(b"(?:%b){%d}" % (self._put.pattern(words), _LEAST), re.S)
         places = (end * n // _SAMPLES for n in range(_SAMPLES))
-        return any(run.search(self._source, at, min(at + _LOOK, end)) for at in places)
+        # Samples of a small index would have the same bytes many times.
+        look = min(_LOOK, max(2 * end // _SAMPLES, _LOOK >> 3))
+        return any(run.search(self._source, at, min(at + look, end)) for at in places)
 
     def _take_out(self, words: Words, begin: int, end: int, names: Sequence[str], *, keeps: bool = False) -> None:
         put = self._put
