@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pickle
@@ -730,3 +731,24 @@ def test_nothing_of_this_machine_is_in_the_index(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / "out" / ".metadata").read_bytes()
     meta = torch_dcp.FileSystemReader(tmp_path / "out").read_metadata()
     assert meta.version == filesystem.CURRENT_DCP_VERSION and meta.storage_meta.checkpoint_id is None
+
+
+def test_the_index_is_let_go(tmp_path: Path) -> None:
+    """It is as large as the catalogue; of objects that are read late nothing but their place is kept, either."""
+    state = {f"w{i}": torch.full((4,), float(i)) for i in range(100)} | {f"n{i}": i for i in range(opening._EAGER + 9)}
+    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(one, StoredTensor) for one in gc.get_objects())
+        source = opening.open(locate(str(tmp_path)))
+        left = sum(isinstance(one, StoredTensor) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    try:
+        assert left == before
+        values = {entry.name: entry.value for entry in source.catalogue.objects}
+        assert values == {name: value for name, value in state.items() if isinstance(value, int)}
+        assert {name for name, _ in source.items()} == values.keys()
+    finally:
+        source.close()

@@ -41,6 +41,7 @@ from ckpttool.formats.safetensors import FORMAT, model_files, sharding
 from ckpttool.formats.safetensors.sharding import split
 from ckpttool.layout import rechunk as chunking
 from ckpttool.layout import select as layout
+from ckpttool.serialization import safetensors_library
 from ckpttool.storage.stores import locate
 
 State = dict[str, torch.Tensor]
@@ -1021,3 +1022,19 @@ def test_models_of_several_training_states_are_no_damaged_one(names: tuple[str, 
     assert any(
         "a part of a training state" in str(warning) for warning in ckpttool.inspect(tmp_path / "models").warnings
     )
+
+
+@pytest.mark.parametrize("data", [b"\x08", b"\xff" * 8, b"\xff\xff\xff\x7f\0\0\0\0{}"])
+def test_the_library_says_what_is_wrong_with_any_file(
+    data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if its header says that it is large, for which memory is made free first."""
+    freed: list[bool] = []
+    give_back = safetensors_library._return_free_memory
+    monkeypatch.setattr(safetensors_library, "_return_free_memory", lambda: freed.append(True) or give_back())
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(data)
+    assert safetensors_library.refusal(locate(str(path))) is not None
+    safetensors.torch.save_file({f"weight.{i:08}": torch.zeros(1) for i in range(20_000)}, path)
+    freed.clear()
+    assert safetensors_library.refusal(locate(str(path))) is None and freed

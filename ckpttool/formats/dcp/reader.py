@@ -38,30 +38,27 @@ _EAGER = 5_000  # bytes items that are decoded at open; 35 us each
 
 
 class DcpSource(Source):
-    """An open DCP directory; `index` is its index, with the file numbers of the catalogue."""
+    """An open DCP directory. Of its index, which is as large as the catalogue, only the `others` are kept: the entries
+    that are not tensors of the catalogue, and the replicas."""
 
     def __init__(
-        self, catalogue: Catalogue, items: Items, transforms: dict[tuple[int, int], tuple[str, ...]], index: Index
+        self,
+        catalogue: Catalogue,
+        items: Items,
+        transforms: dict[tuple[int, int], tuple[str, ...]],
+        others: list[tuple[str, StoredTensor | IndexItem]],
     ) -> None:
         self.catalogue = catalogue
-        self.index = index
         self._items = items
         self._transforms = transforms
+        self._others = others
 
     def items(self) -> Iterator[tuple[str, ByteRange]]:
         """Yield the items that are not chunks of the catalogue: those of objects, and replicas."""
-        # Of flat parameters, what is in them is in the catalogue, and not the pieces beside them.
-        has_flat = any(name.endswith(dtensor.FLAT_PARAM) for name in self.index.entries)
-        others = [
-            (name, item)
-            for name, entry in self.index.entries.items()
-            # A quantized tensor is stored as an object.
-            if isinstance(entry, IndexItem) or entry.dtype.kind == "quantized" or (has_flat and len(entry.shape) == 1)
-            for item in items_of(entry)
-            if item.length
-        ]
-        for name, item in others + [(copy.name, copy.again) for copy in self.index.copies]:
-            yield name, ByteRange(*item[:3], packed=bool(item.transforms))
+        for name, entry in self._others:
+            for item in items_of(entry):
+                if item.length:
+                    yield name, ByteRange(*item[:3], packed=bool(item.transforms))
 
     def lookup(self, tensor: Tensor, chunk: Chunk) -> Extent:
         extent = chunk.extent
@@ -80,11 +77,16 @@ class DcpSource(Source):
 
 def open(location: Location, options: OpenOptions = NO_HINTS) -> DcpSource:
     """Return the source of a DCP directory, or of the directory that contains an index file."""
+    return open_indexed(location)[0]
+
+
+def open_indexed(location: Location) -> tuple[DcpSource, Index]:
+    """Return the source and its index, with the file numbers of the catalogue."""
     with unpickler.no_garbage_collection():
         index = read_index(location)
         items = Items(index.files)
         try:
-            return _CatalogueBuilder(index, items).source()
+            return _CatalogueBuilder(index, items).source(), index
         except BaseException:
             items.close()
             raise
@@ -143,7 +145,19 @@ class _CatalogueBuilder:
             file = files.pop() if is_cut else None
             catalogue.warnings.append(Warning("unreadable", text, file=file, tensor=name, names=names))
         self._describe()
-        return DcpSource(catalogue, self._items, self._transforms, index)
+        return DcpSource(catalogue, self._items, self._transforms, self._others())
+
+    def _others(self) -> list[tuple[str, StoredTensor | IndexItem]]:
+        entries = self._index.entries
+        # Of flat parameters, what is in them is in the catalogue, and not the pieces beside them.
+        has_flat = any(name.endswith(dtensor.FLAT_PARAM) for name in entries)
+        others = [
+            (name, entry)
+            for name, entry in entries.items()
+            # A quantized tensor is stored as an object.
+            if isinstance(entry, IndexItem) or entry.dtype.kind == "quantized" or (has_flat and len(entry.shape) == 1)
+        ]
+        return others + [(copy.name, copy.again) for copy in self._index.copies]
 
     # Tensors ---------------------------------------------------------------------------------------------------------
 
@@ -251,7 +265,7 @@ class _CatalogueBuilder:
         catalogue, item = self._catalogue, next(items_of(self._index.entries[name]))
         decoded = self._trees.get(name)
         if decoded is None:
-            catalogue.add(Object(path, read=lambda: self._read_late(item, name), nbytes=item.length))
+            catalogue.add(Object(path, read=partial(_read_late, self._items, item, name), nbytes=item.length))
         elif isinstance(decoded, CkptError):
             self._unread.append((dotted(path), decoded))
             catalogue.add(Object(path, read=lambda: _raise(decoded), nbytes=item.length))
@@ -303,13 +317,6 @@ class _CatalogueBuilder:
         for path in below:
             del catalogue.containers[path]
 
-    def _read_late(self, item: IndexItem, name: str) -> Any:
-        tree, archive = self._items.tree(item, name)
-        if archive is not None:
-            text = f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read"
-            raise ReadError(text, hint="leave it out with `--exclude`")
-        return tree
-
     # Facts -----------------------------------------------------------------------------------------------------------
 
     def _describe(self) -> None:
@@ -350,3 +357,12 @@ def _raise(error: CkptError) -> NoReturn:
 
 def _no_storage(ref: TensorRef) -> NoReturn:
     raise CorruptError("an archive without storages has a tensor")
+
+
+def _read_late(items: Items, item: IndexItem, name: str) -> Any:
+    # Of the builder nothing, which has the index.
+    tree, archive = items.tree(item, name)
+    if archive is not None:
+        text = f"`{name}`: an object with tensors, one of more than {_EAGER} objects, cannot be read"
+        raise ReadError(text, hint="leave it out with `--exclude`")
+    return tree

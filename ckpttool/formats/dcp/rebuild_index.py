@@ -44,15 +44,16 @@ class _ExpectedItem(NamedTuple):
 
 def merge(folder: Location) -> None:
     """Write `.metadata`, merged from the indexes of the ranks. Raises CorruptError when they do not agree."""
-    with closing(reader.open(folder)) as source:
-        _write(folder, source.index, source.index.entries)
+    source, index = reader.open_indexed(folder)
+    with closing(source):
+        _write(folder, index, index.entries)
 
 
 def rebuild(folder: Location, like: Location) -> None:
     """Write `.metadata` for the data files in `folder`, after that of the checkpoint at `like`. Raises ReadError when
     that has none, CorruptError when the items of a file differ from it."""
-    with closing(reader.open(like)) as source:
-        other = source.index
+    source, other = reader.open_indexed(like)
+    with closing(source):
         placed: dict[tuple[int, int], tuple[int, int]] = {}
         with closing(Pool()) as pool:
             for number, expected in _expected_items(other).items():

@@ -156,7 +156,7 @@ def _fill(
             created.add(entry)
             continue
         place = places[entry.path]
-        path = (entry.fqn,) if model else entry.path
+        path = (entry.fqn,) if model and entry.path != (entry.fqn,) else entry.path
         target = first.setdefault(place, path)
         number, header = headers[place.file]
         begin, end = header.tensors[place.name][2:4]

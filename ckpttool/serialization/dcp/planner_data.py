@@ -99,7 +99,9 @@ def _sorted_paths(paths: dict[str, Path], lists: set[Path]) -> dict[str, Path]:
         is_index = type(path[-1]) is int and path[:-1] in lists
         return path[-1] if is_index else first.setdefault(path, len(first))
 
-    return dict(sorted(paths.items(), key=lambda item: (*above(item[1][:-1]), place(item[1]))))
+    ordered = dict(sorted(paths.items(), key=lambda item: (*above(item[1][:-1]), place(item[1]))))
+    first.clear()  # the two functions have each other, and so would keep it
+    return ordered
 
 
 def _integer_id_roots(paths: dict[str, Path], value_of: Callable[[str], Any]) -> list[Path]:
