@@ -19,6 +19,8 @@ from pathlib import Path
 from checkpoint import Checkpoint
 
 OURS = "ckpttool"
+SURE = {"--check": 1.6, "--manifest": 1.8}  # how many times the processor time of the same conversion without it
+IMPORTS = "import torch"
 TRAINING, VERIFIED = "train 12 steps", f"{OURS} verify-resume run"
 ENGINES, LAUNCHED = ("mesh", "bytes"), (2, 4)
 PEER = "dcp.load and dcp.save"
@@ -74,6 +76,24 @@ def casts(source: Path, target: Path) -> list[Contender]:
     job, flags = "dcp -> bfloat16", ("--only", "model", "--dtype", "bfloat16")
     members = ours(job, source, target, "safetensors", *flags), peer(job, "dcp_load_cast_save_model", source, target)
     return [replace(member, part="model", dtype="bfloat16") for member in members]
+
+
+def made_sure(state: Checkpoint, out: Path) -> list[Contender]:
+    """Conversions that read their result again, and those that hash all of it; the peer hashes as much."""
+    to = {"dcp -> torch": ("torch", "all.pt"), "dcp -> dcp": ("dcp", "dcp")}
+    rows = [
+        ours(
+            f"{job}{suffix}", state.train, out / name, target, *flags, *(("--to-world", "4") if target == "dcp" else ())
+        )
+        for job, (target, name) in to.items()
+        for suffix, flags in (
+            *([("", ())] if job == "dcp -> dcp" else []),
+            (", --check", ("--check",)),
+            (", --manifest", ("--manifest", str(out / "manifest.json"))),
+        )
+    ]
+    hashed = peer("dcp -> torch, --manifest", "dcp_to_torch_save_hashed", state.train, out / "all.pt")
+    return [*rows, hashed]
 
 
 def reshards(source: Path, target: Path) -> list[Contender]:
@@ -236,7 +256,11 @@ def contenders(state: Checkpoint, out: Path) -> list[Contender]:
         ours("safetensors -> dcp", state.tensors_safetensors, dcp, "dcp"),
         ours("safetensors -> torch", state.tensors_safetensors, pt, "torch"),
         ours("dcp -> dcp, 2 ranks", state.train, dcp, "dcp", "--to-world", "2"),
+        *made_sure(state, out),
         *reshards(state.train, dcp),
+        Contender(
+            IMPORTS, "torch", (sys.executable, "-c", "import torch.distributed.rendezvous"), (), None, "none", False
+        ),
         *(one for ranks in LAUNCHED for one in launched(state.train, dcp, ranks)),
         Contender(
             "export",

@@ -1,8 +1,9 @@
 """Measures what a name costs: processor time and memory for each tensor of a checkpoint of very many small ones.
 
-Conversions of 100,000 tensors of 64 bytes, each beside what people run today; and `inspect` of a million, beside the
-safetensors library, which lists the names. Every run is a process of its own, in turns. The time is that of the
-processor, of all threads. Time and memory are those beyond what a conversion of one tensor takes.
+Conversions of 100,000 tensors of 64 bytes, each beside what people run today; opening them, as torch wrote them, beside
+torch; and `inspect` of a million, beside the safetensors library, which lists the names. Every run is a process of its
+own, in turns. The time is that of the processor, of all threads. Of conversions, time and memory are those beyond what
+one of one tensor takes; of opening, the time is that without the start of Python and what is imported.
 """
 
 from __future__ import annotations
@@ -23,6 +24,29 @@ OURS = (sys.executable, "-m", "ckpttool")
 PEERS = (sys.executable, str(HERE / "peers.py"))
 LIMITS = 80.0, 2.5  # microseconds and KiB, for each tensor
 INSPECT = 12.0, 700  # seconds and MiB, of a million
+OPEN = 1.0  # seconds
+# What writes the state dict of a safetensors file as torch does: `python -c WRITE SRC PT DCP`.
+WRITE = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+state = load_file(sys.argv[1])
+torch.save(state, sys.argv[2])
+dcp.save(state, checkpoint_id=sys.argv[3], no_dist=True)
+"""
+# How each is opened: what is imported, and what is timed.
+OPENING = {
+    "open dcp": ("torch-dcp", {
+        "ckpttool": ("import ckpttool, ckpttool.producers.open", "ckpttool.open(path)"),
+        "read_metadata": (
+            "from torch.distributed.checkpoint import FileSystemReader", "FileSystemReader(path).read_metadata()",
+        ),
+    }),
+    "open torch.save": ("torch.pt", {
+        "ckpttool": ("import ckpttool, ckpttool.producers.open", "ckpttool.open(path)"),
+        "torch.load": ("import torch", "torch.load(path, mmap=True, weights_only=True)"),
+    }),
+}  # fmt: skip
+TIMED = "import sys, time; {}; path = sys.argv[1]; t = time.process_time(); kept = {}; print(time.process_time() - t)"
 BYTES = 64
 
 
@@ -77,6 +101,34 @@ def prepare(folder: Path, count: int) -> None:
             subprocess.run([*OURS, "convert", str(source), str(folder / name), "--to", to, "-q"], check=True)
 
 
+def prepare_opening(folder: Path) -> None:
+    """Make what torch writes of the same tensors, once."""
+    if not (folder / "torch-dcp" / ".metadata").exists():
+        paths = (folder / name for name in ("many.safetensors", "torch.pt", "torch-dcp"))
+        subprocess.run([sys.executable, "-c", WRITE, *map(str, paths)], check=True, stderr=subprocess.DEVNULL)
+
+
+def opening(folder: Path, out: Path, rounds: int, figures: dict[str, dict[str, float]]) -> bool:
+    """Open what torch wrote, with each tool in turns; return whether ours is as fast as it is to be."""
+    good = True
+    for job, (name, tools) in OPENING.items():
+        source = folder / name
+        runs: dict[str, list[Run]] = {tool: [] for tool in tools}
+        for _ in range(rounds):
+            for tool, (imports, act) in tools.items():
+                runs[tool].append(run((sys.executable, "-c", TIMED.format(imports, act), str(source)), [source], out))
+        for tool, of in runs.items():
+            if errors := [one.error for one in of if one.error]:
+                raise SystemExit(errors[0])
+            seconds, mib = statistics.median(float(one.stdout) for one in of), peak(of) / MIB
+            figures.setdefault(job, {}).update({f"{tool}, s": seconds, f"{tool}, MiB": mib})
+            print(f"{job:22} {tool:13} {seconds:5.2f} s  {mib:6.0f} MiB", flush=True)
+        is_met = figures[job]["ckpttool, s"] <= OPEN
+        good &= is_met
+        print(f"{'pass' if is_met else 'FAIL'}  {job}: at most {OPEN:g} s")
+    return good
+
+
 def processor(runs: list[Run]) -> float:
     return statistics.median(one.user_seconds + one.system_seconds for one in runs)
 
@@ -116,6 +168,8 @@ def main() -> int:
         is_met = figures[job]["ckpttool, us"] <= LIMITS[0] and figures[job]["ckpttool, KiB"] <= LIMITS[1]
         good &= is_met
         print(f"{'pass' if is_met else 'FAIL'}  {job}: at most {LIMITS[0]:g} us and {LIMITS[1]:g} KiB")
+    prepare_opening(root)
+    good &= opening(root, out, options.rounds, figures)
     million = root / "million.safetensors"
     if not million.exists():
         make(million, 1_000_000, 4)

@@ -22,6 +22,31 @@ def dcp_to_torch_save(source: str, target: str) -> Job:
     return lambda: convert(source, target)
 
 
+def dcp_to_torch_save_hashed(source: str, target: str) -> Job:
+    """The same, and SHA-256 of the file and of each tensor in it: what a manifest has."""
+    import hashlib
+
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert
+
+    def hashed(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        elif isinstance(value, (dict, list)):
+            for one in value.values() if isinstance(value, dict) else value:
+                hashed(one)
+
+    def job() -> None:
+        convert(source, target)
+        of_file = hashlib.sha256()
+        with open(target, "rb") as stream:
+            while block := stream.read(1 << 20):
+                of_file.update(block)
+        hashed(torch.load(target, mmap=True, weights_only=True))
+
+    return job
+
+
 def torch_save_to_dcp(source: str, target: str) -> Job:
     """torch's converter from one file to a DCP directory (of one rank)."""
     from torch.distributed.checkpoint.format_utils import torch_save_to_dcp as convert
@@ -192,6 +217,7 @@ PEERS: dict[str, Callable[[str, str], Job]] = {
     function.__name__: function
     for function in (
         dcp_to_torch_save,
+        dcp_to_torch_save_hashed,
         torch_save_to_dcp,
         accelerate_merge,
         dcp_load_save_file,

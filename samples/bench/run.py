@@ -26,7 +26,7 @@ from pathlib import Path
 
 import measure
 from checkpoint import Checkpoint, clean, default_dir, ensure, output_dir, parse_size
-from jobs import ENGINES, LAUNCHED, OURS, PEER, TRAINING, VERIFIED, Contender, contenders
+from jobs import ENGINES, IMPORTS, LAUNCHED, OURS, PEER, SURE, TRAINING, VERIFIED, Contender, contenders
 from measure import MIB, Run, files_under
 
 Key = tuple[str, str]
@@ -63,6 +63,12 @@ class Results:
         if self.median(job, tool) is None:
             return None
         return statistics.median(run.user_seconds + run.system_seconds for run in self.runs[job, tool])
+
+    def memory(self, job: str, tool: str) -> float | None:
+        """Most bytes of one process, of it and all that it has started."""
+        if self.median(job, tool) is None:
+            return None
+        return max(run.peak_rss for run in self.runs[job, tool])
 
     def inside(self, job: str, tool: str) -> float | None:
         """Median of the seconds that a script of ours has measured itself, and printed."""
@@ -202,6 +208,17 @@ def targets(results: Results) -> list[str]:
         ran = results.median(member.job, OURS) is not None
         rss = max(run.peak_rss for run in results.runs[member.job, OURS]) / MIB if ran else None
         judge(f"{member.job}: peak RSS under 150 MiB", rss, " MiB", most=150)
+    for job in ("dcp -> torch", "dcp -> dcp"):
+        for flag, limit in SURE.items():
+            value = ratio(results.processor(f"{job}, {flag}", OURS), results.processor(job, OURS))
+            judge(f"{job}: {flag} at most {limit}x of the processor time without", value, "x", most=limit)
+    for dtype in ("bfloat16", "float32"):
+        spent, gib = results.processor(f"stats {dtype}", OURS), results.nbytes[dtype] / (1 << 30)
+        judge(f"stats {dtype}: at most 2.5 s a GiB and core", spent and spent / gib, " s", most=2.5)
+    for job in (f"torchrun, onto {ranks}" for ranks in LAUNCHED):
+        rank, alone = results.memory(job, ENGINES[0]), results.memory(IMPORTS, "torch")
+        beyond = (rank - alone) / MIB if rank is not None and alone is not None else None
+        judge(f"{job}, {ENGINES[0]}: at most 150 MiB a rank beyond import torch", beyond, " MiB", most=150)
     for job, engine in [(f"torchrun, onto {ranks}", engine) for ranks in LAUNCHED for engine in ENGINES]:
         for what, figure in (("", results.median), (" in processor time", results.processor)):
             value = ratio(figure(job, PEER), figure(job, engine))
