@@ -35,6 +35,7 @@ from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store, Write, content, local_path, path_text
+from ckpttool.storage.unfinished import is_left
 from ckpttool.text import duration, plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -227,9 +228,11 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
 def _remains(root: Location, below: str = "") -> list[str]:
     """Return the names below a directory of what an interrupted save left; a whole directory counts once."""
     names: list[str] = []
-    for entry in (root / below).entries() if below else root.entries():
+    entries = (root / below if below else root).entries()
+    beside = {entry.name for entry in entries}
+    for entry in entries:
         name = f"{below}/{entry.name}" if below else entry.name
-        if files.REMAINS.fullmatch(entry.name):
+        if is_left(entry.name, beside):
             names.append(name)
         elif entry.is_dir and not (root / name).is_link():
             names += _remains(root, name)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from ckpttool import formats
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Path
+from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect
@@ -43,10 +44,12 @@ from ckpttool.producers.components import (
 from ckpttool.serialization import other_files
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
-from ckpttool.storage import files
 from ckpttool.storage.stores import Location
+from ckpttool.storage.unfinished import is_left
+from ckpttool.text import is_or_are, some
 
 _MAX_DEPTH = 8
+_OF_DCP = re.compile(rf"{DCP_FILES.pattern}|{deepspeed.FILES}(?<!/)")
 _RANK = re.compile(
     r"(?<![a-z])(?:(?:world_?size[._-]?(?P<world>\d+)[._-])?(?:[a-z]p_)?rank|dp|sdp)[._=-]?(?P<rank>\d{1,6})(?!\d)",
     re.I,
@@ -66,7 +69,6 @@ _LOOKED_AT = (
     r"|(all|train|eval|predict|test)_results\.json|LICENSE.*|Thumbs\.db|events\.out\.tfevents.*"
 )
 _ASSET = re.compile(rf"(?:.*/)?({ASSET_NAMES}|(?P<of_another>{_OTHER_LIBRARIES})|{_LOOKED_AT})")
-_UNFINISHED = re.compile(r"(?P<name>(?!.*\.metadata\.)[^.].*)\.(tmp|part|incomplete)")
 # Folders of frameworks; in those of other directories there may be state.
 _LOGS = r"(?:.*/)?(runs|logs|wandb|original)/.*"
 _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
@@ -139,15 +141,16 @@ def _below(
         text = f"`{directory.path}`: folders nested more than {_MAX_DEPTH} deep"
         layout.unreadable[above] = ReadError(text, file=directory.path)
         return
-    for name in names:
-        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or _is_remnant(name.rstrip("/"), names):
+    own = [name for name in names if not (is_dcp and _OF_DCP.fullmatch(name))]  # may lie in folders of it
+    layout.warnings += remains(directory, own, above)
+    for name in own:
+        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or is_left(name, directory):
             continue
         location = directory.at(name.rstrip("/"))
         if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
             continue  # `latest`, to what lies beside it
         if not name.endswith("/"):
-            if not (is_dcp and re.fullmatch(rf"{DCP_FILES.pattern}|{deepspeed.FILES}", name)):
-                yield above + name  # those of a DCP directory may lie in folders of it
+            yield above + name
             continue
         inner = directory.folder(name)
         if (recognition := foreign.recognise(inner.path, inner)) is not None:
@@ -165,11 +168,11 @@ def _below(
             yield from _below(inner, inner.names, is_dcp, layout, above + name, depth + 1)
 
 
-def _is_remnant(name: str, names: Collection[str]) -> bool:
-    """Return whether a name is one that interrupted saves leave, with what it would have replaced beside it."""
-    match = _UNFINISHED.fullmatch(name)
-    is_all_there_is = match is not None and not {match["name"], f"{match['name']}/"} & {*names}
-    return files.REMAINS.fullmatch(name) is not None and not is_all_there_is
+def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iterator[Warning]:
+    """Yield a warning of what did not end, with what it would have replaced beside it, of some names in a directory."""
+    if left := [above + name for name in names if is_left(name, directory)]:
+        text = f"{some(left)} {is_or_are(left)} not read: left by a save or a copy that did not end"
+        yield Warning("left-out", text, file=left[0], names=left)
 
 
 def _is_beside(target: Location, directory: Location, names: Collection[str]) -> bool:

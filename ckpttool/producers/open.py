@@ -44,6 +44,7 @@ from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
+from ckpttool.storage.unfinished import ended
 from ckpttool.storage.versions import Version
 from ckpttool.text import some
 from ckpttool.transfer import twins
@@ -164,6 +165,8 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
         source.close()
         names = files_of_step or [_below(directory.path, chosen.path)]
         source = _open_step(directory, [*names, *(_below(directory.path, one) for one in read)], options, run)
+    listed = {name for one in inner.checkpoints for name in (one.name, f"{one.name}/", *one.files)}
+    source.catalogue.warnings += contents.remains(directory, (one for one in directory.names if one not in listed))
     named = inner.named.path if inner.named is not None else directory.path
     if copies := [_below(named, one) for one in of_no_step if one not in others]:
         text = f"not opened, as they are of no step: {some(copies)}"
@@ -224,7 +227,7 @@ def _others(
                 tensors = _tensors_in(source.catalogue)
                 is_most = 2 * sum(tensor.numel for tensor in source.catalogue.tensors) >= elements
         except CkptError as error:
-            if not runs.UNFINISHED.search(location.name):  # what a save left that did not end, or has not yet
+            if not ended(location.name):  # what a save left that did not end, or has not yet
                 found[location] = error
         else:
             is_checkpoint = tensors <= own and is_most and not kinds.isdisjoint(("model", "optimizer"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -27,6 +27,7 @@ from ckpttool.producers import recognise
 from ckpttool.producers.components import DCP_FILE, Producer
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, locate
+from ckpttool.storage.unfinished import ended
 from ckpttool.text import is_or_are, some
 
 _DATA = re.compile(
@@ -51,8 +52,6 @@ _INDEX_MOST = 1 << 30  # and of the one to open
 # A string in a pickle: its length, its bytes.
 _NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
-# Names that writers give before they rename: `tmp_step-10`, `.checkpoint-20`.
-UNFINISHED = re.compile(r"^(tmp[-_.]|\.)|([-_.])(tmp|partial|incomplete|unfinished)$|\.partial-\d+$", re.IGNORECASE)
 _DASHED = re.compile(r"(\d+)-(\d+)")
 _NOT_ENDED = "its name says that the save did not end"
 
@@ -405,7 +404,10 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     all_names = _below_parts(directory)
     files: dict[Place, list[str]] = {}
-    data = [n for n in all_names if _DATA.fullmatch(n.rpartition("/")[2]) or _BESIDE.fullmatch(n)]
+    data = [n for n in all_names if _is_data(n) or _BESIDE.fullmatch(n)]
+    # What an interrupted save left beside the file that it was of is none of the step's.
+    left = {name: of for name in data if (of := _ended(name) & {*data})}
+    data = [name for name in data if name not in left]
     places, every = places_of(n for n in data if not COPY.search(n)), places_of(data)
     # The best of several steps may be all that there is: `best_model_9_acc=0.77.pt best_model_12_acc=0.81.pt`.
     for name, place in (places or (every if every.keys() == {*data} else {})).items():
@@ -413,18 +415,15 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     files = {place: of_step for place, of_step in files.items() if any(not _BESIDE.fullmatch(n) for n in of_step)}
     if all(_is_of_rank(name) for of_step in files.values() for name in of_step):
         return
-    # What an interrupted save left beside the file that it was of is none of the step's.
-    left = {place: [name for name in of_step if _is_remnant(name, of_step)] for place, of_step in files.items()}
-    files = {place: [name for name in of_step if name not in left[place]] for place, of_step in files.items()}
-    for (order, step), names in left.items():
-        for name in names:
+    for (order, step), of_step in files.items():
+        for name in (name for name, of in left.items() if not of.isdisjoint(of_step)):
             nbytes, kind = directory.size(name), "safetensors" if ".safetensors" in name else "torch"
             yield RunCheckpoint(name, directory.at(name), step, nbytes, None, kind, _NOT_ENDED, order=order)
-    kinds = {place: Counter(_masked(n) for n in of_step if not _is_unfinished(n)) for place, of_step in files.items()}
+    kinds = {place: Counter(_masked(n) for n in of_step if not _ended(n)) for place, of_step in files.items()}
     for place, of_step in files.items():
         first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
-        why_not = _NOT_ENDED if any(map(_is_unfinished, of_step)) else None
+        why_not = _NOT_ENDED if any(map(_ended, of_step)) else None
         why_not = why_not or _empty(directory, of_step) or _lacking(kinds[place], others)
         kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
@@ -443,15 +442,14 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)
 
 
-def _is_unfinished(name: str) -> bool:
-    return UNFINISHED.search(name.rpartition("/")[2]) is not None
-
-
-def _is_remnant(name: str, names: Collection[str]) -> bool:
-    """Return whether the save of a file did not end, by its name, and there is one that did: `step_1.pt.tmp`."""
+def _ended(name: str) -> set[str]:
+    """Return what a file below a directory would be called if its save had ended."""
     folder, separator, last = name.rpartition("/")
-    ended = UNFINISHED.sub("", last)
-    return ended != last and f"{folder}{separator}{ended}" in names
+    return {f"{folder}{separator}{one}" for one in ended(last)}
+
+
+def _is_data(name: str) -> bool:
+    return any(_DATA.fullmatch(one.rpartition("/")[2]) for one in (name, *_ended(name)))
 
 
 def _is_of_rank(name: str) -> bool:
@@ -505,7 +503,7 @@ def _data_below(directory: Directory, depth: int = 0) -> Iterator[tuple[str, Loc
 
 
 def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | None, most: int) -> str | None:
-    if UNFINISHED.search(name):
+    if ended(name):
         return _NOT_ENDED
     if not directory.names:
         return "an empty directory"

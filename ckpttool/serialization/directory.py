@@ -35,7 +35,7 @@ class Directory:
         self._names = frozenset(self.names)
         self.unseen: dict[str, CkptError] = {}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def _is_above(self, name: str) -> bool:

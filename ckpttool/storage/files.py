@@ -498,9 +498,3 @@ def remove(path: str) -> None:
     """Remove a file, a link or a directory tree, if it exists. Raises StorageError."""
     with os_errors(path, "write"):
         tree.remove(path)
-
-
-# Files of an interrupted save: the temporary and backup index of DCP, staging directories, partial downloads.
-REMAINS = re.compile(
-    r".*\.metadata\.(tmp|bck)|\..*\.(partial|old)-([0-9a-f]{12}|\d+)(\.journal|\.before)?|.*\.(tmp|incomplete|part)"
-)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
-from ckpttool.storage import files, staging, versions
+from ckpttool.storage import files, staging, unfinished, versions
 from ckpttool.storage.errors import from_os_error, os_errors
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import DirectoryEntry, Location, Outgoing, Stat, Store, Write
@@ -66,8 +66,9 @@ class LocalStore(Store):
             raise from_os_error(error, name, "read")
 
         for folder, folders, names in os.walk(name, onerror=refuse):
-            folders[:] = sorted(one for one in folders if not files.REMAINS.fullmatch(one))
-            paths = [os.path.join(folder, one) for one in sorted(names) if not files.REMAINS.fullmatch(one)]
+            beside = {*folders, *names}
+            folders[:] = sorted(one for one in folders if not unfinished.is_left(one, beside))
+            paths = [os.path.join(folder, one) for one in sorted(names) if not unfinished.is_left(one, beside)]
             result += [os.path.relpath(path, name) for path in paths if _is_file(path)]
         return result
 

@@ -26,7 +26,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
-from ckpttool.storage import files
+from ckpttool.storage import files, unfinished
 from ckpttool.storage.errors import address_of_page, from_os_error
 from ckpttool.storage.versions import Version
 from ckpttool.text import literal
@@ -194,9 +194,10 @@ class Store:
 
     def below(self, name: str) -> list[str]:
         """Return the names of all files below a directory, relative to it, without what an interrupted save left."""
-        result = []
-        for one, is_dir in self.entries(name):
-            if not files.REMAINS.fullmatch(one):
+        result, entries = [], self.entries(name)
+        beside = {one for one, _ in entries}
+        for one, is_dir in entries:
+            if not unfinished.is_left(one, beside):
                 result += [f"{one}/{inner}" for inner in self.below(posixpath.join(name, one))] if is_dir else [one]
         return result
 

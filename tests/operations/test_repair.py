@@ -233,7 +233,7 @@ def in_need(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
         return copied("dcp/nocollectives_w2", folder / "src"), {}
     if kind == "safetensors":
         src = copied("hf/sharded_w2", folder / "src")
-        (src / "left.safetensors.tmp").write_bytes(b"x")
+        (src / f"{min(src.glob('*.safetensors')).name}.tmp").write_bytes(b"x")
         return src, {}
     src, node = copied("dcp/fsdp2_w4", folder / "src"), folder / "node"
     node.mkdir()

@@ -278,7 +278,11 @@ def test_a_folder_of_logs_is_no_checkpoint_of_a_run(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["epoch_3.pth.tmp", "tmp_epoch_3.pth"])
+# What the names of files have whose save or copy did not end.
+LEFT = ["{}.tmp", "tmp_{}", "{}.part", "{}.crdownload", "{}.tmp.4242", "{}~", ".{}.swp", ".{}.Ab3dE6"]
+
+
+@pytest.mark.parametrize("name", [one.format("epoch_3.pth") for one in LEFT])
 @pytest.mark.parametrize("nbytes", [1000, None])
 def test_a_file_whose_save_has_not_ended_is_no_newest_checkpoint(name: str, nbytes: int | None, tmp_path: Path) -> None:
     """It was opened in place of the one before it, or the command failed as it was cut."""
@@ -290,12 +294,13 @@ def test_a_file_whose_save_has_not_ended_is_no_newest_checkpoint(name: str, nbyt
     assert any(name in warning.text for warning in ckpttool.inspect(run).warnings)
 
 
-@pytest.mark.parametrize("suffix", ["{}.tmp", "tmp_{}"])
+@pytest.mark.parametrize("suffix", LEFT)
 @pytest.mark.parametrize("names", ["epoch_1.pth epoch_2.pth", "model_1.pt optim_1.pt model_2.pt optim_2.pt"])
 def test_what_is_left_of_a_save_beside_the_file_makes_no_step_incomplete(
     names: str, suffix: str, tmp_path: Path
 ) -> None:
-    """A run with `epoch_2.pth` and `epoch_2.pth.tmp` had no checkpoint that is complete."""
+    """A run with `epoch_2.pth` and `epoch_2.pth.tmp` had no complete checkpoint; `epoch_2.pth.part` was not seen as one
+    that did not end."""
     save(tmp_path, names)
     last = tmp_path / names.split()[-1]
     (tmp_path / suffix.format(last.name)).write_bytes(last.read_bytes()[:1000])

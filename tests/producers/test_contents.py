@@ -7,13 +7,17 @@ import json
 import os
 import pickle
 import random
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
@@ -415,16 +419,49 @@ def test_a_checkpoint_called_as_an_asset_is_read(name: str, tmp_path: Path) -> N
         assert [tensor.name for tensor in ckpt.tensors() if tensor.name.endswith("moved")]
 
 
-@pytest.mark.parametrize("suffix", ["tmp", "part", "incomplete"])
-def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(suffix: str, tmp_path: Path) -> None:
-    """`optimizer.pt.tmp` alone was left out without a word."""
-    folder = saved(tmp_path / "step_100")
+LEFT = "{}.tmp {}.part {}.incomplete {}.crdownload {}.tmp.4242 {}.0a1b2c3d.partial tmp_{} {}~ .{}.swp .{}.Ab3dE6"
+
+
+@pytest.mark.parametrize("name", LEFT.split())
+def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(name: str, tmp_path: Path) -> None:
+    """`optimizer.pt.tmp` alone was left out without a word, and so it was beside `optimizer.pt`. `model.pt.partial` was
+    an error, or a second model."""
+    folder, left = saved(tmp_path / "step_100"), name.format("optimizer.pt")
     expected = ckpttool.inspect(folder).entries
-    (folder / f"optimizer.pt.{suffix}").write_bytes((folder / "optimizer.pt").read_bytes()[:1500])
-    assert ckpttool.inspect(folder).entries.keys() == expected.keys()  # of a save before this one
+    (folder / left).write_bytes((folder / "optimizer.pt").read_bytes()[:1500])
+    opened = ckpttool.inspect(folder)
+    assert opened.entries.keys() == expected.keys() and not opened.faults  # of a save before this one
+    made = ckpttool.convert(folder, tmp_path / "out", to="dcp")
+    assert all(any(f"`{left}` is not read" in str(one) for one in said) for said in (opened.warnings, made.notes))
     (folder / "optimizer.pt").unlink()
-    with pytest.raises((CorruptError, ReadError), match=rf"optimizer\.pt\.{suffix}"):
+    with pytest.raises((CorruptError, ReadError), match=re.escape(left)):
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+
+
+def test_what_an_interrupted_save_left_beside_the_file_of_a_framework_is_said(tmp_path: Path) -> None:
+    """It was taken for another component, which is damaged."""
+    folder = shutil.copytree(CHECKPOINTS / "run/trainer_w2/ckpt/checkpoint-4", tmp_path / "checkpoint-4")
+    expected = ckpttool.inspect(folder).entries
+    (folder / "optimizer.pt.tmp").write_bytes((folder / "optimizer.pt").read_bytes()[:1500])
+    opened = ckpttool.inspect(folder)
+    assert opened.entries.keys() == expected.keys() and not opened.faults
+    assert any("`optimizer.pt.tmp` is not read" in str(warning) for warning in opened.warnings)
+
+
+@pytest.mark.parametrize("name", LEFT.split())
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_what_an_interrupted_copy_left_beside_one_model_is_said(name: str, is_indexed: bool, tmp_path: Path) -> None:
+    state = torch.nn.Linear(4, 3).state_dict()
+    if is_indexed:
+        dcp.save(state, checkpoint_id=tmp_path / "model")
+    else:
+        (tmp_path / "model").mkdir()
+        save_file(state, tmp_path / "model" / "model.safetensors")
+    whole = "__0_0.distcp" if is_indexed else "model.safetensors"
+    (tmp_path / "model" / name.format(whole)).write_bytes(b"\xff\xfe" * 99)
+    opened = ckpttool.inspect(tmp_path / "model")
+    assert opened.entries.keys() == {("weight",), ("bias",)} and not opened.faults
+    assert any(name.format(whole) in str(warning) for warning in opened.warnings)
 
 
 @pytest.mark.parametrize("gone", [1, 2])

@@ -9,8 +9,8 @@ from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding
 from ckpttool.errors import CkptError
 from ckpttool.formats import DATA_FILE
 from ckpttool.operations.verify.report import Verification
-from ckpttool.storage.files import REMAINS
 from ckpttool.storage.stores import Location
+from ckpttool.storage.unfinished import is_left
 
 _DISTCP = re.compile(r"__(\d+)_\d+\.distcp")
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
@@ -49,7 +49,7 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
         if location in listed or _INDEX.fullmatch(name):
             continue
         kind, text = "stale", ""
-        if REMAINS.fullmatch(name):
+        if is_left(name, names):
             kind, text = "remains", "left by a save that stopped"
         elif listed and DATA_FILE.fullmatch(name) and location.is_file():
             size, ranked = location.size(), _DISTCP.fullmatch(name)
