@@ -44,6 +44,7 @@ _WHOLE = {
     *("pytorch", "hf", "huggingface", "safetensors", "pretrained", "consolidated", "export", "exported", "final"),
 } | _PLAIN
 _LARGE = 1 << 20  # bytes of an object that is not read
+_FEW = 12  # keys that may be those of several models
 _MANY = 64  # models that each optimizer is compared with
 
 
@@ -142,9 +143,35 @@ def _model(part: Part, tensors: list[Tensor]) -> Model:
     fqns = [tensor.fqn for tensor in tensors]
     statistics = {fqn for fqn in fqns if fqn.endswith(_KEYS)}
     are_candidates = [not is_buffer(fqn, tensor, statistics) for fqn, tensor in zip(fqns, tensors, strict=True)]
-    candidates = [*compress(tensors, are_candidates)]
+    candidates = _without_averages([*compress(tensors, are_candidates)])
     shapes = tuple(tensor.shape for tensor in candidates if _is_real(tensor))
     return Model(part, tensors, candidates, shapes=shapes, counts=Counter(shapes))
+
+
+def _without_averages(candidates: list[Tensor]) -> list[Tensor]:
+    """Return the candidates without those below a key that says that they are a copy of what lies below another key:
+    `online_model.0.weight ema_model.0.weight`."""
+    below = _below_keys({tensor.fqn: tensor.shape for tensor in candidates})
+    if len(below) > _FEW:
+        return candidates
+    averages = {key: _form(names) for key, names in below.items() if is_averaged((key,))}
+    if not averages:
+        return candidates
+    others = [tensor for tensor in candidates if tensor.fqn.partition(".")[0] not in averages]
+    originals = {_form(names) for key, names in below.items() if key not in averages}
+    originals.add(_form({tensor.fqn: tensor.shape for tensor in others}))  # below `module.`, which is no part of a name
+    return others if others and originals.issuperset(averages.values()) else candidates
+
+
+def _below_keys(names: Mapping[str, Ints]) -> dict[str, dict[str, Ints]]:
+    """Return the names below each first key, without it; of a few more than `_FEW`."""
+    below: dict[str, dict[str, Ints]] = {}
+    for name, shape in names.items():
+        first, _, rest = name.partition(".")
+        below.setdefault(first, {})[rest] = shape
+        if len(below) > _FEW:
+            break
+    return below
 
 
 def _is_real(tensor: Tensor) -> bool:
@@ -258,11 +285,7 @@ def _forms(model: Model) -> Iterator[Hashable]:
     the same of what lies below each of a few keys."""
     yield model.shapes
     yield _form(model.names)
-    below: dict[str, dict[str, Ints]] = {}
-    for name, shape in model.names.items():
-        first, _, rest = name.partition(".")
-        below.setdefault(first, {})[rest] = shape
-    if len(below) <= 4:
+    if len(below := _below_keys(model.names)) <= _FEW:
         yield from map(_form, below.values())
 
 

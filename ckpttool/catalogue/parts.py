@@ -257,14 +257,16 @@ def _optimizers(node: KeyNode, path: Path) -> Iterator[tuple[KeyNode, Path]]:
 
 
 def _kind_of_rest(node: KeyNode) -> str:
-    """Return the kind of a whole that is not divided: a model, if there are tensors in it and no name of a replay
-    buffer."""
+    """Return the kind of a whole that is not divided: a model, if there are tensors in it, but not of integers alone,
+    and no name of a replay buffer."""
     if len(_EXPERIENCE & node.children.keys()) > 1 and not any(map(is_module_name, node.children)):
         return "dataloader"
     if isinstance(node.entry, Object) and isinstance(node.entry.value, Stub):
         # A graph or a replay buffer that was pickled whole has tensors, too.
         return "model" if _has_module({"": node}) else "other"
-    return "model" if node.has_tensor else "other"
+    # Numbers of samples are no weights, and those of a quantised model are beside its scales.
+    is_model = any(isinstance(e, Tensor) and e.dtype.kind not in ("int", "bool") for e in node.entries())
+    return "model" if is_model or _has_module({"": node}) else "other"
 
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -30,9 +30,11 @@ CHECKPOINTS: tuple[Format, ...] = (
     torchsave.FORMAT,
 )
 """The formats of whole checkpoints."""
-_BESIDE = (numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
+_BESIDE = (numpy_files.MEMMAP, numpy_files.NPZ, numpy_files.NPY, documents.JSON, pickles.FORMAT, documents.YAML)
 FORMATS = (*CHECKPOINTS, *_BESIDE, archives.FORMAT)
 """All formats: also those of files that lie beside a checkpoint, `component_only`."""
+BINARY = tuple(row for row in FORMATS if row not in (documents.JSON, documents.YAML))
+"""All but those of texts."""
 DATA_FILE = re.compile(
     ".*(" + "|".join(re.escape(s) for row in CHECKPOINTS for s in row.suffixes + row.data_suffixes) + ")"
 )

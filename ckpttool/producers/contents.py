@@ -57,7 +57,7 @@ _RANK = re.compile(
 _NUMBER = re.compile(r"[._-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<shard>\d{5})-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth)")
 _SUFFIX = re.compile(
-    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|json|ya?ml|txt|model|state|zip|nemo)\b)+"
+    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|memmap|json|ya?ml|txt|model|state|zip|nemo)\b)+"
 )
 _INDEX = re.compile(r".*\.index\.json")
 _PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"
@@ -238,6 +238,9 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
         # Of what each rank has of its own, one of several may be missing.
         is_counted = ranks == [*range(len(ranks))] or (is_own and not ranks[0] and ranks[-1] < 2 * len(ranks))
         if not is_named and (len(ranks) < 2 or not is_counted):
+            if is_own and len(ranks) > 1 and ranks == [*range(1, len(ranks) + 1)]:
+                text = f"no file of rank 0 is beside {some([match.string for match in of_rank])}, if they count from 0"
+                layout.warnings.append(Warning("missing-file", text, file=of_rank[0].string))
             continue
         # Else only shards say that a number is a rank, and not that of a model or an optimizer.
         is_of_rank = is_named or is_own
@@ -288,12 +291,12 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
 
 
 def _is_asset(name: str, location: Location) -> bool:
-    """Return whether a file is an asset by its name, and no checkpoint by its first bytes, which on the Hub are not
-    read. The same model for another library is one whatever it holds."""
+    """Return whether a file is an asset by its name, and of no format by its first bytes, which on the Hub are not
+    read; any text may be YAML. The same model for another library is one whatever it holds."""
     match = _ASSET.fullmatch(name)
     if match is None or match["of_another"] or not location.store.is_local:
         return match is not None
-    return not any(row.recognise(location) for row in formats.CHECKPOINTS)
+    return not any(row.recognise(location) for row in formats.BINARY)
 
 
 # Roots ----------------------------------------------------------------------------------------------------------------

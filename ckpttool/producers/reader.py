@@ -221,8 +221,9 @@ class _Opening:
         for folder, file in dict.fromkeys((one.folder, one.file) for one in self.lacking):
             found = [one for one in self.lacking if (one.folder, one.file) == (folder, file)]
             is_of_state = not file.endswith(".index.json")
-            names = (one.name.rpartition("/")[2] for one in found)
-            if len(found) > 1 and (not is_of_state or any(map(_OF_STATE.fullmatch, names))):
+            names = (_OF_STATE.fullmatch(one.name.rpartition("/")[2]) for one in found)
+            is_one = not is_of_state or any(match is not None and match[1] != "model" for match in names)
+            if len(found) > 1 and is_one:
                 rest = "all but the tensors of the training state" if is_of_state else "what its files do not say"
                 concerns = [one.root for one in found if one.root != "model" or not is_of_state]
                 yield incomplete(f"`{file}` is missing, which has {rest}", self.directory, concerns=concerns)

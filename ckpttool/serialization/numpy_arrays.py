@@ -51,12 +51,18 @@ class ArrayLayout(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def layout(code: str, order: str, shape: Any, is_fortran: Any) -> ArrayLayout | None:
-    """Return the layout of an array of dtype `code`, its bytes in `order`; None for elements that no tensor has. Raises
-    CorruptError for a shape that is none."""
+def checked_shape(shape: Any) -> Ints:
+    """Return a shape. Raises CorruptError for one that is none."""
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
         raise CorruptError(f"an array of the shape {shown(shape)}")
     check_shape(shape)
+    return shape
+
+
+def layout(code: str, order: str, shape: Any, is_fortran: Any) -> ArrayLayout | None:
+    """Return the layout of an array of dtype `code`, its bytes in `order`; None for elements that no tensor has. Raises
+    CorruptError for a shape that is none."""
+    checked_shape(shape)
     if code not in _DTYPES:
         return None
     dtype = DTYPES[_DTYPES[code]]

@@ -103,8 +103,8 @@ def is_archive_of_files(location: Location) -> bool:
 def recognised(location: Location) -> CkptError | None:
     """Return the error for a file that is something else than a checkpoint; None if that is not known."""
     if location.endswith(_MEMORY_MAP):
-        hint = "load it with `TensorDict.load_memmap`, and save the `TensorDict` with `torch.save`"
-        return ReadError(f"`{location}`: a memory map of tensordict, which is not read", hint=hint, file=location)
+        text = f"`{location}`: a memory map, of which no `meta.json` beside it says the dtype and the shape"
+        return ReadError(text, hint="copy the `meta.json` that tensordict wrote beside it", file=location)
     head = location.head(HEAD)
     if archives.is_tar(location.head(archives.HEAD)):
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")

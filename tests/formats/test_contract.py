@@ -54,9 +54,16 @@ def _archive(path: Path) -> None:
     (path.parent / "model.pt").unlink()
 
 
+def _map(path: Path) -> None:
+    described = {path.stem: {"dtype": "torch.float64", "shape": [*TABLE.shape], "is_nested": False}}
+    (path.parent / "meta.json").write_text(json.dumps(described))
+    TABLE.tofile(path)
+
+
 # Those that lie beside one, as their own libraries write them.
 BESIDE: dict[str, Callable[[Path], object]] = {
     "pickle": lambda path: path.write_bytes(pickle.dumps({"step": 7, "table": TABLE})),
+    "memmap": _map,
     "npz": lambda path: np.savez(path.open("wb"), table=TABLE, step=np.array(7)),
     "npy": lambda path: np.save(path.open("wb"), TABLE),
     "json": lambda path: path.write_text(json.dumps({"step": 7, "groups": [{"lr": 0.1}]})),
@@ -70,7 +77,7 @@ def sample(row: Format, folder: Path) -> Path:
     if row.name in SAMPLES:
         path = SAMPLE_FOLDER / SAMPLES[row.name]
         return path if row.name == "deepspeed" else Path(path_of(SAMPLES[row.name]))
-    path = folder / "sample" / "state"
+    path = folder / "sample" / ("state.memmap" if row.name == "memmap" else "state")
     path.parent.mkdir()
     BESIDE[row.name](path)
     return path
@@ -247,7 +254,7 @@ def test_a_checkpoint_is_only_read(row: Format, tmp_path: Path) -> None:
     with ckpttool.open(path) as checkpoint:
         assert len(checkpoint) > 0
     # A lone array has no name, which DCP needs.
-    ckpttool.convert(path, tmp_path / "out", to="torch" if row.name == "npy" else "dcp")
+    ckpttool.convert(path, tmp_path / "out", to="torch" if row.name in ("npy", "memmap") else "dcp")
     assert content(path) == before
 
 

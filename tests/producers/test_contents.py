@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.paths import CHECKPOINTS
 
 import ckpttool
+from ckpttool.catalogue.models import models
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 
 
@@ -388,13 +389,53 @@ def test_safetensors_files_of_different_names_are_parts_that_keep_them(tmp_path:
     assert torch.equal(load_file(tmp_path / "same" / "policy.safetensors")["w"], torch.ones(3))
 
 
+def mapped(folder: Path, **tensors: torch.Tensor) -> None:
+    """Write tensors as `TensorDict.memmap` of tensordict 0.15 does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"shape": [], "device": "cpu", "_type": "<class 'tensordict._td.TensorDict'>"}
+    for name, one in tensors.items():
+        dtype, shape = str(one.dtype), [*one.shape]
+        said[name] = {"device": "cpu", "shape": shape, "dtype": dtype, "is_nested": False}  # type: ignore[assignment]
+        (folder / f"{name}.memmap").write_bytes(one.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    (folder / "meta.json").write_text(json.dumps(said))
+
+
+def test_memory_maps_of_tensordict_are_read(tmp_path: Path) -> None:
+    """They were an error that named them."""
+    folder = saved(tmp_path / "step_100")
+    tensors = {"obs": torch.randn(5, 3), "act": torch.arange(5).bfloat16(), "done": torch.tensor([True, False])}
+    mapped(folder / "replay", **tensors)
+    mapped(folder / "replay" / "next", **tensors)
+    ckpttool.convert(folder, tmp_path / "dcp", to="dcp")
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "again", producer=str(folder))
+    for path in (folder, tmp_path / "dcp", tmp_path / "again"):
+        with ckpttool.open(path) as opened:
+            assert all(torch.equal(opened[f"replay.next.{name}"].torch(), one) for name, one in tensors.items())
+            assert not opened.catalogue.faults
+    for path in sorted((folder / "replay").rglob("*.memmap")):
+        assert (tmp_path / "again" / path.relative_to(folder)).read_bytes() == path.read_bytes()
+    with (folder / "replay" / "obs.memmap").open("r+b") as stream:
+        stream.truncate(59)
+    with pytest.raises(CorruptError, match="59 bytes of elements"):
+        ckpttool.convert(folder, tmp_path / "cut", to="dcp")
+
+
+@pytest.mark.parametrize("said", ['{"obs": 3}', '{"obs": {"dtype": "torch.int8", "shape": [-1]}}', "{", "[1]", "{}"])
+def test_a_memory_map_that_nothing_describes_is_an_error(said: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "step_100")
+    (folder / "obs.memmap").write_bytes(b"A" * 8)
+    (folder / "meta.json").write_text(said)
+    with pytest.raises(CkptError, match=r"memory map, of which no|an array of the shape"):
+        ckpttool.convert(folder, tmp_path / "out", to="dcp")
+
+
 @pytest.mark.parametrize(("name", "value"), [("mask.dat", 1), ("obs.memmap", 65), ("n/obs.memmap", 0)])
 def test_elements_of_one_byte_are_no_text(name: str, value: int, tmp_path: Path) -> None:
     """A mask without zeros, or a memory map of tensordict, was listed as an asset and left out."""
     folder = saved(tmp_path / "step_100")
     (folder / name).parent.mkdir(exist_ok=True)
     np.full(5000, value, np.uint8).tofile(folder / name)
-    with pytest.raises(ReadError, match="memory map of tensordict" if name.endswith("p") else "unrecognised format"):
+    with pytest.raises(ReadError, match="a memory map, of which no" if name.endswith("p") else "unrecognised format"):
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
     report = ckpttool.verify(folder)
     assert (report.verdict, report.exit_code) == ("unread", 3)
@@ -411,10 +452,18 @@ def test_lines_with_a_control_character_are_a_text(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "best.lock", "LICENSE", "log/tb.log"])
-def test_a_checkpoint_called_as_an_asset_is_read(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["torch", "npz", "pickle"])
+def test_a_checkpoint_called_as_an_asset_is_read(name: str, how: str, tmp_path: Path) -> None:
+    """NumPy's files and pickles were assets."""
     folder = saved(tmp_path / "step_100")
     (folder / name).parent.mkdir(exist_ok=True)
-    torch.save({"moved": torch.arange(5)}, folder / name)
+    with (folder / name).open("wb") as stream:
+        if how == "torch":
+            torch.save({"moved": torch.arange(5)}, stream)
+        elif how == "npz":
+            np.savez(stream, moved=np.arange(5))
+        else:
+            pickle.dump({"moved": np.arange(5)}, stream)
     with ckpttool.open(folder) as ckpt:
         assert [tensor.name for tensor in ckpt.tensors() if tensor.name.endswith("moved")]
 
@@ -477,6 +526,52 @@ def test_a_rank_among_others_that_is_missing_makes_no_steps_of_them(name: str, g
     with pytest.raises(CorruptError, match=rf"the file of rank {gone} of 4 is missing"):
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
     assert "run" not in ckpttool.inspect(folder).facts
+
+
+@pytest.mark.parametrize(("first", "is_said"), [(0, False), (1, True)])
+def test_generators_of_ranks_without_the_first_are_said(first: int, is_said: bool, tmp_path: Path) -> None:
+    """`rng_1.pt rng_2.pt` may count from 1, or lack that of rank 0."""
+    torch.save(torch.nn.Linear(4, 3).state_dict(), tmp_path / "model.pt")
+    for rank in (first, first + 1):
+        torch.save(torch.get_rng_state(), tmp_path / f"rng_{rank}.pt")
+    opened = ckpttool.inspect(tmp_path)
+    assert any("no file of rank 0" in str(warning) for warning in opened.warnings) == is_said
+    assert not opened.faults
+
+
+def test_integers_alone_are_no_model(tmp_path: Path) -> None:
+    torch.save({"indices": torch.randperm(50), "seed": torch.tensor(3)}, tmp_path / "dataloader.pt")
+    assert {entry.part.kind for entry in ckpttool.inspect(tmp_path).entries.values()} == {"other"}
+
+
+def test_models_that_were_copied_out_of_a_training_state_are_models(tmp_path: Path) -> None:
+    """They were damaged, as two that say that they are of a state; an optimizer lacks more than tensors."""
+    model, average = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "ema": average.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "all.pt")
+    ckpttool.convert(tmp_path / "all.pt", tmp_path / "state", to="safetensors")
+    (tmp_path / "state" / "ckpttool.json").unlink()
+    with pytest.raises(CorruptError, match=r"`ckpttool\.json` is missing"):
+        ckpttool.convert(tmp_path / "state", tmp_path / "out", to="dcp")
+    (tmp_path / "state" / "optimizer.safetensors").unlink()
+    ckpttool.convert(tmp_path / "state", tmp_path / "out", to="dcp")
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert {entry.part.kind for entry in opened.catalogue.entries.values()} == {"model"}
+        assert len([*opened.tensors()]) == 4
+
+
+@pytest.mark.parametrize("keys", [("online_model", "ema_model"), ("module", "ema"), ("student", "teacher")])
+@pytest.mark.parametrize("root", [None, "state"])
+def test_the_average_in_a_state_is_not_counted(keys: tuple[str, str], root: str | None, tmp_path: Path) -> None:
+    """The parameters of `online_model.` and of `ema_model.`, as ema-pytorch keeps both, were added up."""
+    both = torch.nn.ModuleDict({key: torch.nn.Linear(4, 3) for key in keys})
+    both.register_buffer("initted", torch.tensor(True))
+    torch.save({root: both.state_dict(), "step": 3} if root else both.state_dict(), tmp_path / "a.pt")
+    (model,) = models(ckpttool.inspect(tmp_path / "a.pt")).counted
+    assert sum(tensor.numel for tensor in model.parameters()) == 15
 
 
 def test_a_folder_is_the_root_of_a_file_only_if_nothing_else_lies_in_it(tmp_path: Path) -> None:

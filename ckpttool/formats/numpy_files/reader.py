@@ -1,22 +1,26 @@
-"""An array of NumPy, or an archive of them, as a catalogue."""
+"""An array of NumPy, an archive of them, or a memory map of tensordict, as a catalogue."""
 
 from __future__ import annotations
 
 import zipfile
 import zlib
-from typing import BinaryIO
+from contextlib import suppress
+from typing import Any, BinaryIO
 
+from ckpttool.catalogue.dtypes import dtype
 from ckpttool.catalogue.entries import Catalogue, Chunks, Extent, File, Path, Record, Tensor
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, CorruptError, ReadError
-from ckpttool.serialization import numpy_arrays
+from ckpttool.serialization import numpy_arrays, strict_json
 from ckpttool.serialization.torch_zip import LOCAL, MAX_DIRECTORY
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location, local_path
 
 MAX_INFLATED = 4 << 30  # bytes of all deflated arrays of a file
 _SUFFIX = ".npy"
+_MAP, _META = ".memmap", "meta.json"
+_MAX_META = 16 << 20
 _BLOCK = 1 << 20
 _BY_HAND = "the file was put together by hand; other readers see something else in it"
 
@@ -52,9 +56,38 @@ def open_array(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     return PlacedSource(catalogue)
 
 
+def is_map(location: Location) -> bool:
+    """Return whether this is a memory map that the `meta.json` beside it describes."""
+    with suppress(CkptError):
+        return location.endswith(_MAP) and location.is_file() and isinstance(_described(location).get("shape"), list)
+    return False
+
+
+def _described(location: Location) -> dict[str, Any]:
+    meta = location.parent / _META
+    value = strict_json.parse(meta.head(_MAX_META), f"`{meta}`") if meta.is_file() else None
+    one = value.get(location.name.removesuffix(_MAP)) if isinstance(value, dict) else None
+    return one if isinstance(one, dict) and not one.get("is_nested") else {}
+
+
+def open_map(location: Location, options: OpenOptions = NO_HINTS) -> Source:
+    """Return the catalogue of a memory map, whose one tensor has no name. Raises CorruptError when it is cut."""
+    size, said, what = location.size(), _described(location), f"`{location}`"
+    catalogue = Catalogue("memmap", [File(location, location.name, size)])
+    kind, shape = dtype(str(said.get("dtype"))), said["shape"]
+    found = numpy_arrays.ArrayLayout(kind, numpy_arrays.checked_shape(tuple(shape)), None, ())
+    catalogue.add(_placed((), found, 0, what, Extent(0, 0, size)))
+    catalogue.warnings.append(Warning("no-checksum", "a memory map has no checksum: what it holds cannot be checked"))
+    return PlacedSource(catalogue)
+
+
 def _tensor(path: Path, head: bytes, what: str, at: Extent) -> Tensor:
     """Return the array that lies in an extent and begins with `head`."""
-    found, begin = numpy_arrays.read_header(head, what)
+    return _placed(path, *numpy_arrays.read_header(head, what), what, at)
+
+
+def _placed(path: Path, found: numpy_arrays.ArrayLayout, begin: int, what: str, at: Extent) -> Tensor:
+    """Return the array whose elements begin at a byte of an extent."""
     if begin + found.nbytes != at.nbytes:
         message = f"{what} has {at.nbytes - begin} bytes of elements, and {found.dtype} {list(found.shape)} needs"
         hint = "the file is truncated or was changed after it was written"

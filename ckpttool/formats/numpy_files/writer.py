@@ -45,6 +45,21 @@ def create_array(location: Location, planned: Catalogue, options: SinkOptions) -
     return CreatedSink(created, lambda crcs: None)
 
 
+def map_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
+    """Return what is not the one tensor."""
+    others = [entry for entry in catalogue.entries.values() if entry.path or not isinstance(entry, Tensor)]
+    return [FormatLoss(entry.name, "a memory map holds one tensor without a name") for entry in others]
+
+
+def create_map(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
+    """Create a memory map of full size; what else lies beside it has the dtype and the shape."""
+    tensor = planned.tensor(())
+    created = Catalogue("memmap", [File(location, location.name, tensor.nbytes)])
+    created.add(_placed(tensor, Extent(0, 0, tensor.nbytes)))
+    location.create(tensor.nbytes)
+    return CreatedSink(created, lambda crcs: None)
+
+
 def create_archive(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a `.npz` file of full size with holes for the elements."""
     tensors = {f"{tensor.path[0]}.npy": tensor for tensor in planned.tensors}
