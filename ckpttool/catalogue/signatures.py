@@ -30,7 +30,12 @@ _NUMBERS = {5056, 625, 624}
 _COUNTERS = {"_step_count", "base_lrs", "_last_lr", "step_size", "lr_lambdas", "_get_lr_called_within_step"}
 _SCHEDULERS = ({"patience", "num_bad_epochs"}, {"_schedulers", "last_epoch"}, {"_schedulers", "_milestones"})
 _LOADERS = {"_snapshot", "_sampler_iter_state", "_steps_since_snapshot", "_num_yielded", "_sampler_iter_yielded"}
-_ALONE = ({"last_step"}, {"losses", "n_steps"}, {"losses", "n_steps", "current_lr"})
+_ALONE = (
+    {"last_step"},
+    {"losses", "n_steps"},
+    {"losses", "n_steps", "current_lr"},
+    {"hyperparam_value", "metric_values", "current_patient"},  # SpeechBrain's, as the two before
+)
 _MODULE = re.compile(r"(?s)(?:.*\.)?(?:weight|bias|running_mean|running_var|num_batches_tracked|in_proj_\w+)")
 _RANDOM = re.compile(r"(?i).*(?:rng|random|seed|generator).*|cuda|torch|numpy|python|cpu")
 _MERGED = {"optimizer", "scheduler", "scaler", "rng"}

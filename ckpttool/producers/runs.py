@@ -471,7 +471,8 @@ def _below_parts(directory: Directory) -> list[str]:
                 return names
             below += [f"{folder}/{name}" for name in inner.names]
     folders_of: dict[Place, set[str]] = {}
-    for name, place in places_of(name for name in below if step_in(name.partition("/")[0]) is None).items():
+    parts = (name for name in below if (folder := name.partition("/")[0]) and not (step_in(folder) or time_in(folder)))
+    for name, place in places_of(parts).items():
         folders_of.setdefault(place, set()).add(name.partition("/")[0])
     return [*names, *below] if any(len(folders) > 1 for folders in folders_of.values()) else names
 

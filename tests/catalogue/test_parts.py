@@ -321,6 +321,12 @@ STATES: dict[str, tuple[dict[Any, Any], Expected]] = {
         {"lost": {"pair": (W, "second")}, "g": torch.get_rng_state()},
         {("lost", "pair"): ("other", ())},
     ),
+    "what SpeechBrain anneals": (
+        {"a": {"hyperparam_value": 0.1, "metric_values": [1.0], "current_patient": 0}, "model": MODEL},
+        {("a", "metric_values"): ("scheduler", ("a",))},
+    ),
+    "a memory of skrl": ({"states": W, "actions": W}, {("states",): ("dataloader", ())}),
+    "integers alone": ({"order": torch.arange(3)}, {("order",): ("other", ())}),
     "a scheduler alone": (STEP_LR, {("last_epoch",): ("scheduler", ())}),
     "values alone": ({"a": 1, "b": {"c": 2}}, {("a",): ("other", ()), ("b", "c"): ("other", ())}),
     "nothing": ({}, {}),

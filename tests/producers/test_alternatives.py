@@ -313,6 +313,16 @@ def test_what_is_left_of_a_save_beside_the_file_makes_no_step_incomplete(
     assert [(one["step"], one["taken"]) for one in run if one["complete"]] == [(1, True)]
 
 
+def test_folders_of_one_second_are_not_one_checkpoint(tmp_path: Path) -> None:
+    """SpeechBrain's folders, the second of which has a number more, were opened as one checkpoint with two models."""
+    for number in (0, 1):
+        folder = tmp_path / f"CKPT+2026-11-28+18-28-56+0{number}"
+        save(folder, "model.ckpt opt.ckpt")
+        (folder / "CKPT.yaml").write_text(f"end-of-epoch: true\nunixtime: 1.{number}\n")
+    run = ckpttool.inspect(tmp_path).facts["run"]
+    assert [(one["name"][-2:], one["taken"]) for one in run] == [("00", False), ("01", True)]
+
+
 @pytest.mark.parametrize("names", ["model_1.pt model_2.pt", "state_0.pt state_2.pt", "net_1.pt net_2.pt net_3.pt"])
 @pytest.mark.parametrize("is_ensemble", [True, False])
 def test_numbered_models_are_steps_only_if_their_values_are_alike(
