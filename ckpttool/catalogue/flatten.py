@@ -224,7 +224,12 @@ def links(value: Any) -> Iterator[Link]:
     return (node for node in walk(value) if isinstance(node, Link))
 
 
-def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) -> Any:
+def stored(entry: Tensor | Object) -> Any:
+    """Return a tensor itself, and of an object its value."""
+    return entry if isinstance(entry, Tensor) else entry.value
+
+
+def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any] = stored) -> Any:
     """Return the nested state: `value_of(entry)` at each path, in dicts, OrderedDicts and lists as they were. Embedded
     tensors are left out: they are reached through the `Link` in their object. Raises LossError when one path runs
     through another's value."""
@@ -244,7 +249,7 @@ def unflatten(catalogue: Catalogue, value_of: Callable[[Tensor | Object], Any]) 
     return containers[()]
 
 
-def subtree(catalogue: Catalogue, root: Path, value_of: Callable[[Tensor | Object], Any]) -> Any:
+def subtree(catalogue: Catalogue, root: Path, value_of: Callable[[Tensor | Object], Any] = stored) -> Any:
     """Return what `unflatten` has at a key path; None if nothing is there. Pure."""
     below = {path: entry for path, entry in catalogue.entries.items() if path[: len(root)] == root}
     tree = unflatten(Catalogue("", entries=below, containers=catalogue.containers), value_of)

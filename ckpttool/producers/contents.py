@@ -285,7 +285,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
             is_data = formats.DATA_FILE.fullmatch(name) is not None
             is_unknown = not is_data and type(error) is ReadError
             hint = _STATE if is_unknown else error.hint
-            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head, name) else hint
+            hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
             facts = error.facts | ({"unknown": True} if is_unknown else {})  # which is no damage
             layout.unreadable[name] = type(error)(error.message, hint=hint, **facts)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Container, Entry, Object, Part, Path, Tensor
-from ckpttool.catalogue.flatten import subtree
+from ckpttool.catalogue.flatten import stored, subtree
 from ckpttool.catalogue.values import Link, Stub, TorchSize, stub_type
 from ckpttool.errors import LossError, UsageError
 from ckpttool.flat.zero_states import UNIVERSAL_VERSION
@@ -86,16 +86,11 @@ def _groups(builder: LayoutBuilder, part: Part) -> tuple[list[dict[str, Any]], l
     if tensors := [entry.name for entry in inside if isinstance(entry, Tensor)]:
         text = f"{some(tensors)} is a tensor, and DeepSpeed has numbers there"
         raise LossError(text, hint="save the optimizer with numbers", tensor=tensors[0])
-    found = subtree(builder.catalogue, root, _value) or []
+    found = subtree(builder.catalogue, root) or []
     groups = [group for group in found if isinstance(group, dict) and isinstance(group.get("params"), list)]
     if not groups or len(groups) != len(found):
         raise UsageError("the optimizer has no `param_groups` with the names of parameters", hint="save it with them")
     return groups, inside
-
-
-def _value(entry: Entry) -> Any:
-    assert isinstance(entry, Object)
-    return entry.value
 
 
 def _write_zero(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayout:
@@ -130,7 +125,7 @@ def _write_zero(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayo
         _, number, *rest = entry.path[depth:]
         builder.fold(entry)
         if number in numbers:
-            value = trained[number] if rest == ["params"] else _value(entry)
+            value = trained[number] if rest == ["params"] else stored(entry)
             builder.add_value(component, Object((*_ROOT_OF_GROUPS, numbers[number], *rest), value, part=part))
     for entry in (entry for kinds in state.values() for entry in kinds.values()):
         builder.add(entry, component, ("optimizer", *entry.path[depth:]), part)

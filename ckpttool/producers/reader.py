@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpttool import formats
 from ckpttool.catalogue import identity, parts
@@ -123,23 +123,11 @@ def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Ite
             yield incomplete(text, directory, **({"concerns": [dotted(c.root[:1])]} if c.root else {}))
 
 
-class _Lacking(NamedTuple):
-    """The file that is missing beside a component that says so, and the name and the root of that."""
-
-    file: str
-    name: str
-    root: str
-
-    @property
-    def folder(self) -> str:
-        return self.name.rpartition("/")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class _Opening:
     """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
     are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none,
-    `lacking` what is missing beside components."""
+    `lacking` what is missing beside components, by their folders."""
 
     directory: Directory
     components: list[Component]
@@ -148,7 +136,7 @@ class _Opening:
     faults: list[CkptError] = field(default_factory=list)
     mounted: list[Mounted] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    lacking: list[_Lacking] = field(default_factory=list)
+    lacking: dict[tuple[str, str], list[Component]] = field(default_factory=dict)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -193,7 +181,7 @@ class _Opening:
         folder = component.name if component.name.endswith("/") else ""
         self.unused.extend(f"{folder}{name}" for name in catalogue.facts.pop("unused", ()))
         if (file := catalogue.facts.pop("lacks", None)) is not None:
-            self.lacking.append(_Lacking(file, component.name, dotted(component.root)))
+            self.lacking.setdefault((component.name.rpartition("/")[0], file), []).append(component)
         if component.spare and (twin := twins.find(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
             model = f"`{dotted(twin.root)}`" if twin.root else "the model"
@@ -216,16 +204,15 @@ class _Opening:
 
     def _without_rest(self) -> Iterator[CorruptError]:
         """Yield an error for each folder with two or more parts of a training state, or of a model with an index, and
-        without the file that has the rest. Parts under other names than those of a state may be models that were copied
-        from several."""
-        for folder, file in dict.fromkeys((one.folder, one.file) for one in self.lacking):
-            found = [one for one in self.lacking if (one.folder, one.file) == (folder, file)]
+        without the file that has the rest. Models alone, or parts under other names than those of a state, may have
+        been copied from one, or several: each has a warning."""
+        for (_, file), found in self.lacking.items():
             is_of_state = not file.endswith(".index.json")
             names = (_OF_STATE.fullmatch(one.name.rpartition("/")[2]) for one in found)
-            is_one = not is_of_state or any(match is not None and match[1] != "model" for match in names)
-            if len(found) > 1 and is_one:
+            is_part = any(match is not None and match[1] != "model" for match in names)
+            if len(found) > 1 and (is_part or not is_of_state):
                 rest = "all but the tensors of the training state" if is_of_state else "what its files do not say"
-                concerns = [one.root for one in found if one.root != "model" or not is_of_state]
+                concerns = [dotted(one.root) for one in found if one.root != ("model",) or not is_of_state]
                 yield incomplete(f"`{file}` is missing, which has {rest}", self.directory, concerns=concerns)
 
     def _add_by_rank(self, combined: CombinedSource, component: Component) -> None:

@@ -18,6 +18,7 @@ from itertools import chain, islice
 from operator import and_
 
 from ckpttool import formats
+from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.parts import PER_RANK, kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
 from ckpttool.catalogue.warning import Warning
@@ -406,7 +407,8 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     files: dict[Place, list[str]] = {}
     data = [n for n in all_names if _is_data(n) or _BESIDE.fullmatch(n)]
     # What an interrupted save left beside the file that it was of is none of the step's.
-    left = {name: of for name in data if (of := _ended(name) & {*data})}
+    names = {*data}
+    left = {name: of for name in data if (of := _ended(name) & names)}
     data = [name for name in data if name not in left]
     places, every = places_of(n for n in data if not COPY.search(n)), places_of(data)
     # The best of several steps may be all that there is: `best_model_9_acc=0.77.pt best_model_12_acc=0.81.pt`.
@@ -417,19 +419,17 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         return
     for (order, step), of_step in files.items():
         for name in (name for name, of in left.items() if not of.isdisjoint(of_step)):
-            nbytes, kind = directory.size(name), "safetensors" if ".safetensors" in name else "torch"
-            yield RunCheckpoint(name, directory.at(name), step, nbytes, None, kind, _NOT_ENDED, order=order)
+            yield _of_file(directory, name, step, _NOT_ENDED, order)
     kinds = {place: Counter(_masked(n) for n in of_step if not _ended(n)) for place, of_step in files.items()}
     for place, of_step in files.items():
-        first, nbytes, (order, step) = of_step[0], sum(map(directory.size, of_step)), place
+        nbytes, (order, step) = sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
         why_not = _NOT_ENDED if any(map(_ended, of_step)) else None
         why_not = why_not or _empty(directory, of_step) or _lacking(kinds[place], others)
-        kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         if len(of_step) == 1:
-            why_not = "an empty file" if not nbytes else why_not
-            yield RunCheckpoint(first, directory.at(first), step, nbytes, None, kind, why_not, order=order)
+            yield _of_file(directory, of_step[0], step, why_not if nbytes else "an empty file", order)
             continue
+        kind = "safetensors" if all(name.endswith(".safetensors") for name in of_step) else "torch"
         pattern = pattern_of(of_step, [name for name in all_names if name not in of_step]) or f"*{order[-1]}*"
         path = directory.path.escaped() / pattern
         yield RunCheckpoint(pattern, path, step, nbytes, None, kind, why_not, tuple(of_step), order)
@@ -437,9 +437,15 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     without_step = {*data}.difference(*files.values()) if files else set()
     named = (target for _, target in pointers(directory)) if without_step else ()
     for name in dict.fromkeys(target for target in named if target in without_step):
-        path, nbytes, last = directory.at(name), directory.size(name), max(place.order for place in files)
-        kind = "safetensors" if name.endswith(".safetensors") else "torch"
-        yield RunCheckpoint(name, path, None, nbytes, None, kind, _empty(directory, [name]), (), last, pointed=True)
+        last = max(place.order for place in files)
+        yield _of_file(directory, name, None, _empty(directory, [name]), last, pointed=True)
+
+
+def _of_file(
+    directory: Directory, name: str, step: int | None, why_not: str | None, order: Ints, *, pointed: bool = False
+) -> RunCheckpoint:
+    path, kind = directory.at(name), "safetensors" if ".safetensors" in name else "torch"
+    return RunCheckpoint(name, path, step, directory.size(name), None, kind, why_not, (), order, pointed)
 
 
 def _ended(name: str) -> set[str]:

@@ -83,12 +83,11 @@ def is_text(name: str, head: bytes) -> bool:
     return is_lines or (name.endswith((".model", ".spm")) and head[:1] == b"\n")
 
 
-def is_archive(head: bytes, name: str = "") -> bool:
-    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes; or a memory map
-    by its name, which its library opens."""
+def is_archive(head: bytes) -> bool:
+    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
     low = head.lower()
     is_packed = any(hint in (_UNPACK, _UNZIP) and low.startswith(begins) for begins, _, hint in _OTHER_FILES)
-    return is_packed or archives.is_tar(head) or name.endswith(_MEMORY_MAP)
+    return is_packed or archives.is_tar(head)
 
 
 def is_archive_of_files(location: Location) -> bool:

@@ -168,7 +168,7 @@ class _Writing:
 
     def _tree(self, root: Path) -> Any:
         """Return the value below a path, of values that are not tensors."""
-        return flatten.subtree(self._planned, root, _value)
+        return flatten.subtree(self._planned, root)
 
     # What lies where --------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class _Writing:
             if path[0] not in _OF_OPTIMIZER and owner in (None, rank):
                 own[within(path)] = entry
         containers = {within(path): container for path, container in self._planned.containers.items() if path}
-        tree: dict[str, Any] = flatten.unflatten(Catalogue("", entries=own, containers=containers), _value)
+        tree: dict[str, Any] = flatten.unflatten(Catalogue("", entries=own, containers=containers))
         return tree
 
     def _write_optimizer(self, rank: int) -> None:
@@ -411,10 +411,6 @@ class _Writing:
             if without := {*range(self._world)} - having:
                 text = f"the files of {rank_ranges(without)} have no `{dotted((root,))}`, as these saved none"
                 yield Warning("per-rank", text)
-
-
-def _value(entry: Entry) -> Any:
-    return entry if isinstance(entry, Tensor) else entry.value
 
 
 def _leaf(path: Path, dtype: Dtype, numel: int | None, shape: Ints = ()) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import date
 from typing import Any
 
-from ckpttool.catalogue.entries import Catalogue, Entry, File, Object
+from ckpttool.catalogue.entries import Catalogue, File, Object
 from ckpttool.catalogue.flatten import MAX_REPEATED, unflatten
 from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.storage.stores import Location
@@ -84,11 +84,7 @@ def create_yaml(location: Location, planned: Catalogue, options: SinkOptions) ->
 
 
 def _create(format: str, location: Location, planned: Catalogue, spell: Callable[[Any], str]) -> Sink:
-    def value_of(entry: Entry) -> Any:
-        assert isinstance(entry, Object)
-        return entry.value
-
-    text = spell(unflatten(planned, value_of)).encode("utf-8", "surrogatepass")
+    text = spell(unflatten(planned)).encode("utf-8", "surrogatepass")
     location.put(text)
     created = Catalogue(format, [File(location, location.name, len(text))], facts={"layout": "document"})
     created.containers = dict(planned.containers)

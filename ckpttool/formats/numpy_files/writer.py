@@ -47,8 +47,8 @@ def create_array(location: Location, planned: Catalogue, options: SinkOptions) -
 
 def map_losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return what is not the one tensor."""
-    others = [entry for entry in catalogue.entries.values() if entry.path or not isinstance(entry, Tensor)]
-    return [FormatLoss(entry.name, "a memory map holds one tensor without a name") for entry in others]
+    others = [one.name for one in catalogue.entries.values() if one.path or not isinstance(one, Tensor)]
+    return [FormatLoss(name, "a memory map holds one tensor without a name") for name in others]
 
 
 def create_map(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:

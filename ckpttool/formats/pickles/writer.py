@@ -94,7 +94,7 @@ def _persistent(writer: PickleWriter, value: Any) -> bool:
 def create_pickle(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create a pickle of full size with holes where the payloads go."""
     leaves = _RebuildCalls(planned)
-    state = flatten.unflatten(planned, lambda entry: entry if isinstance(entry, Tensor) else entry.value)
+    state = flatten.unflatten(planned)
     protocol = max(_PROTOCOL, planned.facts.get("protocol", 0) if planned.format == "pickle" else 0)
     code = pickler.dump(state, protocol=protocol, leaf=leaves)
     pieces: list[tuple[int, bytes]] = []

@@ -79,7 +79,7 @@ def _write(
         kind = (value.shape, value.dtype, sharded_pickle.local_box(value, rank))
         return Wrapper(kind, partial(spelled, value))
 
-    tree = flatten.unflatten(_seen_by(planned, rank), lambda entry: entry if isinstance(entry, Tensor) else entry.value)
+    tree = flatten.unflatten(_seen_by(planned, rank))
     layout = torch_zip_writer.lay_out(tree, keys.new_tensor, file=rank, root=_ROOT, wrapper_of=wrapper_of)
     file.size = layout.size
     torch_zip_writer.write(layout, file.location)

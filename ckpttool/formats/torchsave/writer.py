@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.catalogue import flatten
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Tensor
+from ckpttool.catalogue.entries import Catalogue, Chunks, File, Tensor
 from ckpttool.catalogue.protocols import FormatLoss, Sink, SinkOptions
 from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage.stores import Location
@@ -14,14 +13,10 @@ from ckpttool.storage.stores import Location
 _ROOT = "archive"  # what torch calls it when it saves to a buffer; the name of the file is not known here
 
 
-def _value(entry: Entry) -> Any:
-    return entry if isinstance(entry, Tensor) else entry.value
-
-
 def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink:
     """Create an archive of full size with holes where the payloads go."""
     keys = torch_tree.StorageKeys(planned)
-    layout = torch_zip_writer.lay_out(flatten.unflatten(planned, _value), keys.new_tensor, root=_ROOT)
+    layout = torch_zip_writer.lay_out(flatten.unflatten(planned), keys.new_tensor, root=_ROOT)
     torch_zip_writer.write(layout, location)
     created = Catalogue("torch", [File(location, location.name, layout.size)], facts={"layout": "zip"})
     created.containers = dict(planned.containers)
