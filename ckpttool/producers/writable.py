@@ -233,6 +233,10 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
         stored, root = like.entries.get(entry.path), deepest(entry.path, number_of)
         if root is not None:
             file = like.files[stored.chunks.file[0]].name if isinstance(stored, Tensor) and stored.chunks else ""
+            forms = {(one.dtype.name, one.shape) for one in (stored, entry) if isinstance(one, Tensor)}
+            if file.endswith(".memmap") and len(forms) > 1:
+                builder.lose(entry, "the `meta.json` beside its file has another dtype or shape")
+                continue
             builder.add(entry, of_file.get((root, file), number_of[root]), entry.path)
     return builder.finish("the layout has no file for it")
 

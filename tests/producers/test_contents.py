@@ -21,7 +21,7 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.catalogue.models import models
-from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
 
 
 def saved(folder: Path, *, ranks: int = 2) -> Path:
@@ -414,6 +414,8 @@ def test_memory_maps_of_tensordict_are_read(tmp_path: Path) -> None:
             assert not opened.catalogue.faults
     for path in sorted((folder / "replay").rglob("*.memmap")):
         assert (tmp_path / "again" / path.relative_to(folder)).read_bytes() == path.read_bytes()
+    with pytest.raises(LossError, match=r"replay\.obs"):
+        ckpttool.convert(folder, tmp_path / "cast", producer="same", dtype="replay.obs=float16")
     with (folder / "replay" / "obs.memmap").open("r+b") as stream:
         stream.truncate(59)
     with pytest.raises(CorruptError, match="59 bytes of elements"):
