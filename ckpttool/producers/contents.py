@@ -45,7 +45,7 @@ from ckpttool.serialization import other_files
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import Location
-from ckpttool.storage.unfinished import is_left
+from ckpttool.storage.unfinished import ended, is_left
 from ckpttool.text import is_or_are, some
 
 _MAX_DEPTH = 8
@@ -75,6 +75,7 @@ _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
 _HEAD = 4096
 _LEFT_OUT = "`--only` leaves it out"
 _STATE = f"it may hold training state; {_LEFT_OUT}"
+_BEGUN = f"by its name a save or a download that did not end: run it again, or remove the file; {_LEFT_OUT}"
 
 
 def layout(
@@ -284,7 +285,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         except CkptError as error:
             is_data = formats.DATA_FILE.fullmatch(name) is not None
             is_unknown = not is_data and type(error) is ReadError
-            hint = _STATE if is_unknown else error.hint
+            hint = error.hint if not is_unknown else _BEGUN if ended(name.rpartition("/")[2]) else _STATE
             hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
             facts = error.facts | ({"unknown": True} if is_unknown else {})  # which is no damage
             layout.unreadable[name] = type(error)(error.message, hint=hint, **facts)

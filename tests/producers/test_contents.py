@@ -489,6 +489,16 @@ def test_what_an_interrupted_save_left_is_read_if_it_is_all_there_is(name: str, 
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
 
 
+def test_a_download_that_did_not_end_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Nothing says which file it would have been."""
+    folder = saved(tmp_path / "step_100")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "a81f.incomplete").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ReadError, match=r"a81f\.incomplete") as caught:
+        ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
+    assert "a download that did not end" in str(caught.value.hint)
+
+
 def test_what_an_interrupted_save_left_beside_the_file_of_a_framework_is_said(tmp_path: Path) -> None:
     """It was taken for another component, which is damaged."""
     folder = shutil.copytree(CHECKPOINTS / "run/trainer_w2/ckpt/checkpoint-4", tmp_path / "checkpoint-4")
