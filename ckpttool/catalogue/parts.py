@@ -291,7 +291,8 @@ def _is_parameters(key: object, node: KeyNode, beside: Mapping[Any, KeyNode]) ->
 
 def _has_module(rest: Mapping[Any, KeyNode]) -> bool:
     """Return whether some tensors have names that only modules have."""
-    return any(isinstance(e, Tensor) and is_module_name(e.path[-1]) for one in rest.values() for e in one.entries())
+    tensors = (e for one in rest.values() for e in one.entries() if isinstance(e, Tensor) and e.path)
+    return any(is_module_name(tensor.path[-1]) for tensor in tensors)
 
 
 def _trained_in(rest: Mapping[Any, KeyNode], trained: Counter[tuple[int, ...]]) -> dict[Any, KeyNode]:

@@ -21,9 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square
 """Keys of an optimizer's state that have the shape of their parameter, and no other use."""
 _MOMENTS = frozenset(MOMENTS)
 
-_FLAT_STATE = re.compile(
-    r"(?s)(?:state[./]|.+[./])(?:.*[./])?(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|square_avg)"
-)
+_FLAT_STATE = re.compile(rf"(?s)(?:state[./]|.+[./])(?:.*[./])?(?:{'|'.join(MOMENTS)})")
 _FLAT_REST = re.compile(r"(?s)(?:state|param_groups)[./].+|.+[./]step")
 _GENERATORS = {5056, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
 _NUMBERS = {5056, 625, 624}
