@@ -61,9 +61,10 @@ def parsed(path: str, data: bytes) -> BucketMark | None:
         return isinstance(name, str) and (not folder or name.startswith(f"{folder}/")) and name != path
 
     def file(key: str) -> tuple[str, str] | None:
-        pair = said.get(key)
-        is_pair = isinstance(pair, list) and len(pair) == 2 and is_inside(pair[0]) and isinstance(pair[1], str)
-        return (pair[0], pair[1]) if is_pair else None
+        match said.get(key):
+            case [str() as name, str() as hashed] if is_inside(name):
+                return name, hashed
+        return None
 
     last, writes, replaces = file("last"), said.get("writes"), said.get("replaces")
     if last is None or not isinstance(writes, list) or not isinstance(replaces, list):
