@@ -128,10 +128,12 @@ def send_small(sent: Sequence[OutgoingTensor], reader: Reader | None) -> None:
 
     def read() -> list[torch.Tensor]:
         assert reader is not None
-        return [reader.whole(one.tensor) for one in sent if one.tensor is not None]
+        # As bytes: pickle makes files of torch of tensors, which cannot hold every dtype.
+        return [_bytes(reader.whole(one.tensor)) for one in sent if one.tensor is not None]
 
     values = collectives.from_first(collectives.first_reads(read if reader is not None else None))
-    for value, one in zip(values, sent, strict=True):
+    for data, one in zip(values, sent, strict=True):
+        value = data.view(getattr(torch, one.shape.dtype)).reshape(one.shape.sizes)
         for shard in one.shards:
             shard.memory.copy_(part(value, shard.box, boxes.whole(value.shape)))
 

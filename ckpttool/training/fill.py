@@ -42,6 +42,8 @@ class Filler:
     def fill(self, key: Path, shape: Shape, shards: Sequence[LocalShard]) -> None:
         """Fill the shards of one tensor that this rank has. With `broadcast` a collective."""
         tensor = self.contents.tensors.get(key)
+        # What is written there is lost without a word.
+        assert not any(shard.memory.is_meta for shard in shards), f"{key} has no memory"
         if self.sends:
             broadcast.send_tiles(shape, shards, tensor, self.reader)
         elif self.reader is not None and tensor is not None:

@@ -116,15 +116,13 @@ def _send(buffer: torch.Tensor, holder: int) -> None:
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
     done: dict[int, torch.Tensor] = {}
-    for _, module, name, value in _tensors(model):
+    for *_, value in _tensors(model):
         if value.is_meta and id(value) not in done:
             done[id(value)] = value
             memory = torch.empty_like(value.detach(), device=device)
             is_parameter = isinstance(value, nn.Parameter)
-            if isinstance(value, DTensor) and not is_parameter:
-                module._buffers[name] = memory
-            else:
-                torch.utils.swap_tensors(value, nn.Parameter(memory, value.requires_grad) if is_parameter else memory)
+            # In place: the tensors to fill were looked up before.
+            torch.utils.swap_tensors(value, nn.Parameter(memory, value.requires_grad) if is_parameter else memory)
     # FSDP2 keeps tensors of its own over the memory of a parameter: it takes them anew here.
     model._apply(lambda tensor: tensor)
 

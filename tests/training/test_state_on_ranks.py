@@ -49,6 +49,7 @@ CASES = [
     ["differing", "fsdp1", "fsdp1"],
     *(["saved_stages", "plain", format] for format in ("dcp", "torch")),
     *(["own_dict_by_rank", "torch", strategy] for strategy in STRATEGIES),
+    *(["sharded_buffers", "torch", strategy] for strategy in STRATEGIES),
     *(["untied", kind, strategy] for kind in ("plain", "fsdp2", "fsdp1") for strategy in STRATEGIES),
 ]
 

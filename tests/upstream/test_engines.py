@@ -56,7 +56,7 @@ SAMPLES = {"dcp": "dcp/fsdp2_w4", "tp": "dcp/fsdp2_tp_w4", "torch": "torch/full"
 ODD = {"odd": unusual_state.whole, "ids": unusual_state.numbered, "sgd": unusual_state.with_momentum}
 
 BRIEF = [
-    ("odd", "w2"), ("ids", "tp2"), ("sgd", "ddp2"), ("ranks", "w2"),
+    ("odd", "w2"), ("ids", "tp2"), ("sgd", "ddp2"), ("ranks", "w2"), ("safetensors", "tp2"), ("odd", "ddp2"),
     ("odd", "tp"), ("odd", "hsdp"), ("dcp", "w4"), ("tp", "like tp"), ("safetensors", "hsdp"),
 ]  # fmt: skip
 LONG = [
@@ -356,6 +356,7 @@ def failing(*arguments):
 module.{function} = failing
 main()
 """
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 WHERE = {"loading": ("engine", "_fill_optimizer"), "saving": ("engine", "_save"), "making": ("engine", "MetaModel")}
 
 
@@ -367,7 +368,7 @@ WHERE = {"loading": ("engine", "_fill_optimizer"), "saving": ("engine", "_save")
             pytest.param(how, where, rank, expected, marks=pytest.mark.long)
             for where in WHERE
             for how, rank, expected in (
-                ("is full", 1, ("error: rank 1: CUDA out of memory. Tried to allocate 2.00 GiB.",)),
+                ("is full", 1, tuple(f"error: rank 1: {kind}{FULL}" for kind in ("", "OutOfMemoryError: "))),
                 ("dies", 0, ()),
                 ("dies", 2, ("error: lost touch with another rank", "terminated, nothing was written")),
                 ("raises", 0, ("error: the disk of this node is full",)),

@@ -523,6 +523,29 @@ def untied(kind: str, strategy: str) -> str:
     return difference(found(), {"embed.weight": weight, "head.weight": weight})
 
 
+def sharded_buffers(format: str, strategy: str) -> str:
+    """Buffers on the meta device that are cut over a mesh, one of them in two modules, beside plain tensors."""
+    place = f"{practices.folder()}/saved.pt"
+    state = {"a.table": whole(1), "b.table": whole(1), "b.weight": whole(2), "c.table": whole(3)}
+    if dist.get_rank() == 0:
+        torch.save(state, place)
+    dist.barrier()
+    mesh = init_device_mesh(HOME[0].type, (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({name: torch.nn.Module() for name in "abc"})
+        cut = [distribute_tensor(torch.empty(5, 3), mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
+        model["b"].weight = torch.nn.Parameter(torch.empty(5, 3))
+    for name, value in zip("abc", (cut[0], cut[0], cut[1]), strict=True):
+        model[name].register_buffer("table", value)
+    ckpttool.load(place, model, strategy=strategy)
+    if model["a"].table is not model["b"].table:
+        return "a buffer of two modules is two buffers"
+    found = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    return difference(found, state)
+
+
 def unknown_class(kind: str, strategy: str) -> str:
     """A value of a class of the script's own is never made, and not replaced by something else."""
     place = practices.folder() / "saved"
@@ -657,6 +680,7 @@ STATES: dict[str, Callable[..., str]] = {
         other_arguments,
         untied,
         unknown_class,
+        sharded_buffers,
         several_shards,
         differing,
         own_dict_by_rank,
