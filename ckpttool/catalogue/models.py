@@ -131,26 +131,28 @@ def models(catalogue: Catalogue) -> Models:
             tensors.setdefault(entry.part, []).append(entry)
         elif entry.part.kind == "optimizer":
             states.setdefault(entry.part, []).append(entry)
-    result = Models([_model(part, of) for part, of in tensors.items()], {})
     optimizers = [training(part, entries) for part, entries in states.items()]
+    # Of one model, all optimizers together say what is trained; of several, each may be of another.
+    groups = [optimizers] if len(tensors) == 1 else [[one] for one in optimizers]
+    result = Models([_model(part, of, groups) for part, of in tensors.items()], {})
     _find_averages(result.models, optimizers)
     _find_copies(result.models, optimizers)
     _find_owners(result, optimizers)
     return result
 
 
-def _model(part: Part, tensors: list[Tensor]) -> Model:
+def _model(part: Part, tensors: list[Tensor], optimizers: Sequence[Sequence[_Trained]]) -> Model:
     fqns = [tensor.fqn for tensor in tensors]
     statistics = {fqn for fqn in fqns if fqn.endswith(_KEYS)}
     are_candidates = [not is_buffer(fqn, tensor, statistics) for fqn, tensor in zip(fqns, tensors, strict=True)]
-    candidates = _without_averages([*compress(tensors, are_candidates)])
+    candidates = _without_averages([*compress(tensors, are_candidates)], optimizers)
     shapes = tuple(tensor.shape for tensor in candidates if _is_real(tensor))
     return Model(part, tensors, candidates, shapes=shapes, counts=Counter(shapes))
 
 
-def _without_averages(candidates: list[Tensor]) -> list[Tensor]:
+def _without_averages(candidates: list[Tensor], optimizers: Sequence[Sequence[_Trained]]) -> list[Tensor]:
     """Return the candidates without those below a key that says that they are a copy of what lies below another key:
-    `online_model.0.weight ema_model.0.weight`."""
+    `online_model.0.weight ema_model.0.weight`; all if optimizers, some of which may share them, list both."""
     below = _below_keys({tensor.fqn: tensor.shape for tensor in candidates})
     if len(below) > _FEW:
         return candidates
@@ -160,7 +162,11 @@ def _without_averages(candidates: list[Tensor]) -> list[Tensor]:
     others = [tensor for tensor in candidates if tensor.fqn.partition(".")[0] not in averages]
     originals = {_form(names) for key, names in below.items() if key not in averages}
     originals.add(_form({tensor.fqn: tensor.shape for tensor in others}))  # below `module.`, which is no part of a name
-    return others if others and originals.issuperset(averages.values()) else candidates
+    if not others or not originals.issuperset(averages.values()):
+        return candidates
+    fewest, most = (sum(map(_is_real, some)) for some in (others, candidates))
+    listed = (sum(max(len(one.listed), len(one.shapes)) for one in together) for together in optimizers)
+    return candidates if any(fewest < number <= most for number in listed) else others
 
 
 def _below_keys(names: Mapping[str, Ints]) -> dict[str, dict[str, Ints]]:

@@ -6,6 +6,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 from support import checkpoints
 from torch import nn
@@ -75,6 +76,22 @@ def test_frozen_weights_are_parameters() -> None:
     model = net()
     optimizer = stepped(model[0])
     assert counts(found(model=model.state_dict(), optim=optimizer.state_dict())) == [numel(model)]
+
+
+@pytest.mark.parametrize("keys", [("fast", "slow"), ("max_pool_net", "average_pool_net")])
+def test_what_optimizers_train_inside_one_state_is_no_average(keys: tuple[str, str]) -> None:
+    """Beside a `fast.` of its shapes a `slow.` that an optimizer has, too, was taken for an average: half of the
+    parameters were not counted, and the optimizer was of no model."""
+    both = nn.ModuleDict({key: net() for key in keys})
+    trained, other = (both[key] for key in keys)
+    state = both.state_dict()
+    every = found(model=state, optim=stepped(both).state_dict())
+    assert counts(every) == [numel(both)] and owners(every) == {"optim": ["model"]}
+    assert counts(found(model=state, a=stepped(trained).state_dict(), b=stepped(other).state_dict())) == [numel(both)]
+    # One without state does not tell the buffers.
+    assert counts(found(model=state, optim=stepped(both, kind=torch.optim.SGD).state_dict())) == [numel(both) + 2 * 5]
+    every = found(model=state, optim=stepped(trained).state_dict())
+    assert counts(every) == [numel(trained)] and owners(every) == {"optim": ["model"]}
 
 
 def test_an_average_is_told_by_its_key() -> None:
