@@ -247,14 +247,15 @@ class _HubBucketUpload(Upload):
         hides = before in self._repo_files and is_mixed and (bool(new) or before != final)
         is_marked = hides or len(new) > 1
         if is_marked:
-            self._mark_folder(final, self._added[last], before)
+            self._mark_folder(before)
         if hides:
             self._remove([str(before)])
             new[final] = self._added[last]
         self._name({path: one for path, one in new.items() if path != final})
         self._name({path: one for path, one in new.items() if path == final})
         stale = [path for path in self._stale if path != before or not is_mixed]
-        self._remove([*stale, self._mark_path] if is_marked or self._left is not None else stale)
+        self._remove(stale)
+        self._remove([self._mark_path] if is_marked or self._left is not None else [])  # alone: it says what is stale
         with self._translate_errors():
             there = self._listed()
         differences = [
@@ -272,16 +273,15 @@ class _HubBucketUpload(Upload):
         if new or self._stale:
             self.sent.commit = f"{self._api.endpoint}/buckets/{self.address.repo}/tree/{self._claimed}".rstrip("/")
 
-    def _mark_folder(self, last: str, added: Added, before: str | None) -> None:
+    def _mark_folder(self, before: str | None) -> None:
         """Write the mark: from here on, what is there is the old checkpoint, the new one or none."""
-        assert added.digest is not None and added.digest.xet is not None
-        old = self._repo_files.get(before or "")
+        hashes = {path: file.xet or "" for path, file in self._repo_files.items()}
+        writes = {self._path(name): one.digest.xet if one.digest else None for name, one in self._added.items()}
         mark = BucketMark(
             self.address.path,
-            [*map(self._path, self._added)],
-            self._old,
-            (last, added.digest.xet),
-            None if old is None or old.xet is None else (old.name, old.xet),
+            {path: hashed or hashes[path] for path, hashed in writes.items()},
+            {path: hashes[path] for path in self._old},
+            before if before in hashes else None,
         )
         self._batch(add=[_BucketAddFile(mark.content(), self._mark_path)])
 

@@ -9,6 +9,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from test_hub_processes import environment
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
+from ckpttool.remote.hub.bucket_upload import destination
+from ckpttool.storage.stores import Outgoing, locate
 
 pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
 
@@ -62,6 +65,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]
     for world in (2, 4):
         convert(world, dst=folder / str(world))
     return {world: local(folder / str(world)) for world in (2, 4)}
+
+
+def names_at(address: str) -> set[str]:
+    return set(locate(address).below())
 
 
 def sent(hub: Hub) -> int:
@@ -104,10 +111,10 @@ def test_what_is_replaced(store: Hub, tmp_path: Path, made: dict[int, dict[str, 
     there = store.in_bucket("me/runs")
     assert {name: there.pop(name) for name in others} == others
     assert {name.removeprefix(INSIDE): data for name, data in there.items()} == made[2]
-    marked, hidden, shards, commit, tidied = store.buckets["me/runs"].batches
+    marked, hidden, shards, commit, tidied, unmarked = store.buckets["me/runs"].batches
     assert hidden == [("deleteFile", f"{INSIDE}.metadata")] and commit == [("addFile", f"{INSIDE}.metadata")]
     assert {kind for kind, _ in shards} == {"addFile"} and marked == [("addFile", MARK)]
-    assert tidied == [("deleteFile", path) for path in (*done["sent"]["removed"], MARK)]
+    assert tidied == [("deleteFile", path) for path in done["sent"]["removed"]] and unmarked == [("deleteFile", MARK)]
 
 
 def test_a_new_index_replaces_the_old_one(store: Hub) -> None:
@@ -117,12 +124,13 @@ def test_a_new_index_replaces_the_old_one(store: Hub) -> None:
     old = set(store.in_bucket("me/runs"))
     store.buckets["me/runs"].batches.clear()
     run(*words, "--max-shard-size", "2KB")
-    _, shards, commit, tidied = store.buckets["me/runs"].batches
+    _, shards, commit, tidied, unmarked = store.buckets["me/runs"].batches
     assert commit == [("addFile", "m/model.safetensors.index.json")]
     assert {kind for kind, _ in shards} == {"addFile"} and not {path for _, path in shards} & {
         name for name in old if name.endswith(".safetensors")
     }
-    assert {path for _, path in tidied} == old - set(store.in_bucket("me/runs")) | {"m/.ckpttool.partial"}
+    assert {path for _, path in tidied} == old - set(store.in_bucket("me/runs"))
+    assert unmarked == [("deleteFile", "m/.ckpttool.partial")]
     assert run("diff", SAMPLE, "hf://buckets/me/runs/m", "--only", "model")["verdict"] == "same"
 
 
@@ -170,7 +178,7 @@ def test_an_export(store: Hub, tmp_path: Path) -> None:
         ckpttool.export("hf://buckets/me/runs/model", "hf://buckets/me/runs/model", overwrite=True)
 
 
-BATCHES = ("mark", "hide", "name", "commit", "tidy")
+BATCHES = ("mark", "hide", "name", "commit", "tidy", "unmark")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,7 @@ def test_a_kill_between_two_batches(
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
     monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
     moment = at + is_done  # batches that were done
-    if moment in (0, 1, 4, 5):
+    if moment in (0, 1, 4, 5, 6):
         assert ckpttool.inspect(DST).world_size == (4 if moment < 2 else 2)
     else:
         with pytest.raises(CkptError):
@@ -251,6 +259,36 @@ def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tm
     ckpttool.convert(SAMPLE, DST, to="dcp", overwrite=True)
     ckpttool.convert(SAMPLE, tmp_path / "dcp", to="dcp")
     assert store.in_bucket("me/runs", INSIDE) == local(tmp_path / "dcp")
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_a_kill_beside_a_last_file_with_the_same_bytes(
+    store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: int
+) -> None:
+    """Another step of a model has the same index. Of the old checkpoint nothing is missing while that is there; of the
+    new one nothing is too much, and what somebody else has written since stays."""
+    old, new = {"tokenizer.json": b"t", "a": b"1", "b": b"1", "index": b"i"}, {"a": b"2", "b": b"2", "index": b"i"}
+    bucket = store.make_bucket("me/runs", {f"{INSIDE}{name}": data for name, data in old.items()})
+    files = [Outgoing(name, 1, path=str(tmp_path / name)) for name in new]
+    for name, data in new.items():
+        (tmp_path / name).write_bytes(data)
+    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
+
+    def batch(*args: Any, **given: Any) -> None:
+        if next(count) == at:
+            raise KeyboardInterrupt
+        real(*args, **given)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
+    with pytest.raises(KeyboardInterrupt) if at < 6 else nullcontext():
+        destination(DST).publish(files, overwrite=True, replaces=[*old])
+    seen = {} if at in (2, 3) else old if at < 2 else new
+    assert (names_at(DST) if seen else set()) == set(seen)
+    assert at in (2, 3) or {name: (locate(DST) / name).read() for name in seen} == seen
+    assert (MARK in bucket.files) == (0 < at < 6)
+    if at == 4:
+        store.put_in_bucket("me/runs", {f"{INSIDE}tokenizer.json": b"another"})
+        assert names_at(DST) == {*new, "tokenizer.json"}
 
 
 def test_what_a_killed_run_left_is_taken_over(store: Hub, made: dict[int, dict[str, bytes]]) -> None:
@@ -481,7 +519,7 @@ def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, di
     variables = variables_of(store, tmp_path)
     command = [sys.executable, "-m", "ckpttool", "convert", SAMPLE, DST, "--to", "dcp", "--to-world", "2"]
     old = {f"{INSIDE}{name}": data for name, data in made[4].items()} | {f"{INSIDE}notes": b"x"}
-    for path, at in (("/shards", 0), *(("/batch", number) for number in range(5))):
+    for path, at in (("/shards", 0), *(("/batch", number) for number in range(6))):
         store.faults.clear()
         store.make_bucket("me/runs", old)
         running = subprocess.Popen([*command, "--overwrite"], env=variables, stderr=subprocess.PIPE)
@@ -499,7 +537,7 @@ def test_a_process_that_is_killed(store: Hub, tmp_path: Path, made: dict[int, di
         except CkptError:
             world = None
         # The request may have arrived whole before the kill, or not.
-        is_old, is_new = path == "/shards" or at == 0, (path, at) == ("/batch", 4)
+        is_old, is_new = path == "/shards" or at == 0, path == "/batch" and at > 3
         assert world in ((4,) if is_old else (2,) if is_new else (4, None) if at == 1 else (None, 2))
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
         there = store.in_bucket("me/runs", INSIDE)
