@@ -138,10 +138,9 @@ def _is_sampler(catalogue: Catalogue, part: Part) -> bool:
     return isinstance(entry, Object) and (stub_name(entry.value) or "").startswith("accelerate.")
 
 
-_SHARDED = WritableLayout(
-    "accelerate:sharded", "fqn", partial(_write, files=OF_SHARDED), chunked=True
-)  # FSDP with SHARDED_STATE_DICT
-_FULL = WritableLayout("accelerate:full", "fqn", partial(_write, files=_OF_FULL))  # FSDP with FULL_STATE_DICT
+# FSDP with SHARDED_STATE_DICT, and with FULL_STATE_DICT.
+_SHARDED = WritableLayout("accelerate:sharded", "fqn", partial(_write, files=OF_SHARDED), chunked=True)
+_FULL = WritableLayout("accelerate:full", "fqn", partial(_write, files=_OF_FULL))
 _DDP = WritableLayout("accelerate:ddp", "id", _write_ddp)  # one process, or DDP
 
 

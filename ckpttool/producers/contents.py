@@ -230,8 +230,7 @@ def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Ite
 
 def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the sets of files whose names differ in a rank alone."""
-    matches = filter(None, (_rank_in(name) for name in names if not name.endswith("/")))
-    for name, of_rank in rank_sets(matches).items():
+    for name, of_rank in rank_sets(filter(None, (_rank_in(n) for n in names if not n.endswith("/")))).items():
         before = name.partition("*")[0]
         is_named = _RANK.search(f"{before}0") is not None
         is_own = parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
@@ -244,8 +243,7 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
                 layout.warnings.append(Warning("missing-file", text, file=of_rank[0].string))
             continue
         # Else only shards say that a number is a rank, and not that of a model or an optimizer.
-        is_of_rank = is_named or is_own
-        if is_of_rank or all(mentions_shards(directory.at(match.string)) for match in of_rank):
+        if is_named or is_own or all(mentions_shards(directory.at(match.string)) for match in of_rank):
             yield Component(name, files=check_ranks(layout, of_rank), kind="rank files", by_name=True)
 
 
@@ -274,8 +272,8 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
     elif any(row.recognise(location) for row in formats.FORMATS):
         layout.components.append(Component(name, files=(name,)))
     else:
+        head = b""
         try:
-            head = b""
             location.check_readable()
             head = location.head(_HEAD)
             is_text = other_files.is_text(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
@@ -283,8 +281,7 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
                 detect(location)
             layout.assets.append(name)
         except CkptError as error:
-            is_data = formats.DATA_FILE.fullmatch(name) is not None
-            is_unknown = not is_data and type(error) is ReadError
+            is_unknown = formats.DATA_FILE.fullmatch(name) is None and type(error) is ReadError
             hint = error.hint if not is_unknown else _BEGUN if ended(name.rpartition("/")[2]) else _STATE
             hint = f"{error.hint}; {_LEFT_OUT}" if other_files.is_archive(head) else hint
             facts = error.facts | ({"unknown": True} if is_unknown else {})  # which is no damage
@@ -345,8 +342,7 @@ def stem(component: Component, step: int | None = None) -> Path:
     *folders, base = name.split("/")
     if component.kind == "shard" and (match := _SHARD.fullmatch(base)) is not None:
         base = match["stem"]
-    base = re.sub(r"\.(safetensors|bin)\.index\.json$", "", base)
-    base = _SUFFIX.sub("", base)
+    base = _SUFFIX.sub("", re.sub(r"\.(safetensors|bin)\.index\.json$", "", base))
     if component.kind == "rank files":
         base = re.sub(r"[._-]?(world_?size[._-]?\d+[._-])?([a-z]p_?)?(rank|dp|sdp)?[._=-]?\*", "", base, flags=re.I)
     if step is not None:

@@ -106,9 +106,7 @@ def _write_zero(builder: LayoutBuilder, *, stage: int, bf16: bool) -> OutputLayo
     bf16 = bf16 or _is_bf16(builder, [tensors[name] for names in trained for name in names])
     layout = writer.ZeroLayout(stage, bf16, buffers, not is_tag)
     form = replace(
-        deepspeed.FORMAT,
-        create=partial(writer.create, layout=layout),
-        losses=partial(writer.losses, layout=layout),
+        deepspeed.FORMAT, create=partial(writer.create, layout=layout), losses=partial(writer.losses, layout=layout)
     )
     tag, world = "" if is_tag else f"global_step{step}", builder.world_size
     taken = {entry.path[0] for entry in builder.catalogue.entries.values() if entry.path}.difference(_OF_RANKS)

@@ -18,7 +18,6 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
-from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.step_names import facts_of, places_of, step_in, step_said
 from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
@@ -27,19 +26,10 @@ from ckpttool.flat import local_state
 from ckpttool.formats import archives, dcp, rankfiles, safetensors, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
-from ckpttool.producers import (
-    alternatives,
-    beside,
-    contents,
-    foreign,
-    read_only,
-    reader,
-    runs,
-    transformers,
-)
+from ckpttool.producers import alternatives, beside, contents, foreign, read_only, reader, runs, transformers
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import WHOLE, Layout, Producer
-from ckpttool.serialization import strict_json, unsafe_globals
+from ckpttool.serialization import shapes_json, unsafe_globals
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files, versions
@@ -53,7 +43,6 @@ from ckpttool.transfer.read import read_box
 
 _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
-_MAX_SHAPES = 64 << 20
 _MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
 _OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
@@ -579,7 +568,7 @@ def shapes_from(path: str) -> OpenOptions:
     Raises ReadError, CorruptError or UsageError.
     """
     if path.endswith(".json") and not path.endswith(".index.json"):
-        return OpenOptions(_shapes_in(path))
+        return OpenOptions(shapes_json.read(path))
     with opened(path) as source:
         models = [p for p in parts.parts(source.catalogue) if p.kind == "model"]
         if len(models) != 1:
@@ -588,29 +577,6 @@ def shapes_from(path: str) -> OpenOptions:
         shapes = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
         is_sorted = any(row.sorts_names and row.name == source.catalogue.format for row in formats.FORMATS)
         return OpenOptions(shapes, ordered=not is_sorted and is_model_order(list(shapes)))
-
-
-def _shapes_in(path: str) -> dict[str, tuple[int, ...]]:
-    location = local_path(path)
-    value = strict_json.parse(location.head(_MAX_SHAPES), f"`{path}`")
-    pairs = list(value.items()) if isinstance(value, dict) else value
-    shapes: dict[str, tuple[int, ...]] = {}
-    for pair in pairs if isinstance(pairs, list) else [None]:
-        match pair:
-            case (str() as name, [*sizes]) if all(type(n) is int and n >= 0 for n in sizes) and name not in shapes:
-                shapes[name] = tuple(sizes)
-            case _ if isinstance(value, dict) and not {"architectures", "model_type"}.isdisjoint(value):
-                raise UsageError(
-                    f"`{path}`: a config, which does not list the shapes of the parameters",
-                    hint="name a checkpoint of the model, such as its `model.safetensors`",
-                )
-            case _:
-                raise CorruptError(
-                    f"`{path}`: {shown(pair)} is not a name and a shape, or the second of that name",
-                    hint='write `[["embed.weight", [29, 7]], ...]` in the order of the model',
-                    file=path,
-                )
-    return shapes
 
 
 def opened(path: str, shapes: str | None = None) -> closing[Source]:

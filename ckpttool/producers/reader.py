@@ -18,7 +18,7 @@ from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.formats import documents, rankfiles, torchsave
 from ckpttool.formats.detect import detect
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
-from ckpttool.layout.optimizer.parse import parse_key
+from ckpttool.layout.optimizer.parse import shapes_of_moments
 from ckpttool.producers import contents
 from ckpttool.producers.combined import CombinedSource
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, deepest, weight_map
@@ -290,24 +290,6 @@ def is_of_each_rank(catalogue: Catalogue) -> bool:
         and not any(len(tensor.chunks) > 1 or "_flat_param" in tensor.name for tensor in catalogue.tensors)
         and not any(mentions_shards(file.location) for file in catalogue.own_files)
     )
-
-
-def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
-    """Return the shapes of parameters, those of their moments (`state.<name>.exp_avg`), in the order of the names in
-    `param_groups` if there is one group. Pure."""
-    moments: dict[str, Tensor] = {}
-    for tensor in catalogue.tensors:
-        key = parse_key(tensor.path, 1)
-        name = key.parameter if key is not None and not key.flat and len(key.below) == 1 else None
-        if name is not None:
-            first = moments.setdefault(name, tensor)
-            if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
-                moments[name] = tensor
-    keys = ((entry, parse_key(entry.path, 1)) for entry in catalogue.objects)
-    groups = [e.value for e, key in keys if key and key.section == "param_groups" and key.below == ("params",)]
-    order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
-    shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
-    return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
 
 
 def _is_no_dict(catalogue: Catalogue) -> bool:

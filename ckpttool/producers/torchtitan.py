@@ -61,11 +61,9 @@ def _train_state(builder: LayoutBuilder, *, training: bool) -> list[Constant]:
         return []
     builder.fold_step(step)
     builder.notes.append(f"`train_state` is made with step {step} and no tokens seen")
-    constants = [
-        Constant(("train_state", "step"), DTYPES["int32"], step.to_bytes(4, "little")),
-        Constant(("train_state", "ntokens_seen"), DTYPES["int64"], bytes(8)),
-    ]
-    return [constant for constant in constants if constant.path not in builder.catalogue.entries]
+    saved = Constant(("train_state", "step"), DTYPES["int32"], step.to_bytes(4, "little"))
+    seen = Constant(("train_state", "ntokens_seen"), DTYPES["int64"], bytes(8))
+    return [saved] if seen.path in builder.catalogue.entries else [saved, seen]
 
 
 _FOR_TRANSFORMERS = r".*\.safetensors(\.index\.json)?|sharded/"

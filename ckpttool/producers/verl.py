@@ -68,8 +68,7 @@ def _join_optimizer(directory: Directory, layout: Layout) -> None:
         model, optim = sets
         end, files = model.name.removeprefix("model"), (*model.files, *optim.files)
         joint = replace(model, name=f"{{model,optim}}{end}", files=files, glob=f"[mo][op][dt]*{end}")
-        others = (c for c in layout.components if c not in sets)
-        layout.components = [replace(joint, root=model.root[:-1]), *others]
+        layout.components = [replace(joint, root=model.root[:-1]), *(c for c in layout.components if c not in sets)]
 
 
 def _check_world_size(directory: Directory, layout: Layout) -> None:
@@ -97,8 +96,7 @@ def _write(builder: LayoutBuilder) -> OutputLayout:
             "verl's FSDP2 has DTensors on one rank too, and a world of one is written with plain tensors",
             hint="pass `--to-world 2`, or more",
         )
-    is_role = name in ("actor", "critic")
-    folder = "" if is_role else "actor/"
+    folder = "" if (is_role := name in ("actor", "critic")) else "actor/"
     of_rank = f"_world_size_{world_size}_rank_{{rank}}.pt"
     for kind, stem in (("model", "model"), ("optimizer", "optim")):
         builder.add_part(builder.first(kind), f"{folder}{stem}{of_rank}", "rankfiles", (stem,))

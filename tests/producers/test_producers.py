@@ -30,9 +30,9 @@ import ckpttool
 from ckpttool import convert, inspect, producers
 from ckpttool.catalogue.entries import Part
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
+from ckpttool.layout.optimizer.parse import shapes_of_moments
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.open import open_at, open_source
-from ckpttool.producers.reader import shapes_of_moments
 from ckpttool.producers.runs import step_in
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.local import LocalStore

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.catalogue import identity
 from ckpttool.catalogue.entries import Catalogue, Container, Entry, Object, Part, Path, Tensor, above, dotted
+from ckpttool.catalogue.protocols import OpenOptions
 from ckpttool.errors import CorruptError, UsageError
 from ckpttool.text import some
 
@@ -286,3 +287,21 @@ LIKE_PARAMETER = frozenset(name for name, kind in STATE_KINDS.items() if kind.li
 """Keys of state that has the shape of its parameter."""
 CERTAINLY_LIKE_PARAMETER = frozenset(name for name, kind in STATE_KINDS.items() if kind.certain)
 """Those of them whose shape tells that state belongs to another parameter."""
+
+
+def shapes_of_moments(catalogue: Catalogue) -> OpenOptions:
+    """Return the shapes of parameters, those of their moments (`state.<name>.exp_avg`), in the order of the names in
+    `param_groups` if there is one group. Pure."""
+    moments: dict[str, Tensor] = {}
+    for tensor in catalogue.tensors:
+        key = parse_key(tensor.path, 1)
+        name = key.parameter if key is not None and not key.flat and len(key.below) == 1 else None
+        if name is not None:
+            first = moments.setdefault(name, tensor)
+            if (tensor.numel, len(tensor.shape)) > (first.numel, len(first.shape)):
+                moments[name] = tensor
+    keys = ((entry, parse_key(entry.path, 1)) for entry in catalogue.objects)
+    groups = [e.value for e, key in keys if key and key.section == "param_groups" and key.below == ("params",)]
+    order = [name for group in groups if isinstance(group, list) for name in group if isinstance(name, str)]
+    shapes = {name: moments[name].shape for name in dict.fromkeys([*order, *moments]) if name in moments}
+    return OpenOptions(shapes, ordered=len(groups) == 1 and set(order) == set(moments)) if shapes else OpenOptions()
