@@ -422,6 +422,20 @@ def test_memory_maps_of_tensordict_are_read(tmp_path: Path) -> None:
         ckpttool.convert(folder, tmp_path / "cut", to="dcp")
 
 
+def test_a_memory_map_that_is_missing_is_damage(tmp_path: Path) -> None:
+    """What `meta.json` describes and is not there was left out without a word; of nothing there may be no file."""
+    folder = saved(tmp_path / "step_100")
+    mapped(folder / "replay", obs=torch.randn(5, 3), act=torch.ones(5), done=torch.ones(5), none=torch.ones(0, 3))
+    (folder / "replay" / "none.memmap").unlink()
+    ckpttool.convert(folder, tmp_path / "whole", to="dcp")
+    (folder / "replay" / "act.memmap").unlink()
+    with ckpttool.open(folder) as opened:
+        (fault,) = opened.catalogue.faults
+    assert "act.memmap` is missing" in fault.message
+    with pytest.raises(CorruptError, match=r"act\.memmap` is missing"):
+        ckpttool.convert(folder, tmp_path / "out", to="dcp")
+
+
 @pytest.mark.parametrize("said", ['{"obs": 3}', '{"obs": {"dtype": "torch.int8", "shape": [-1]}}', "{", "[1]", "{}"])
 def test_a_memory_map_that_nothing_describes_is_an_error(said: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "step_100")

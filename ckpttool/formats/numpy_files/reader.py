@@ -64,10 +64,15 @@ def is_map(location: Location) -> bool:
 
 
 def _described(location: Location) -> dict[str, Any]:
-    meta = location.parent / _META
+    one = _maps(location.parent / _META).get(location.name)
+    return one if one is not None else {}
+
+
+def _maps(meta: Location) -> dict[str, dict[str, Any]]:
+    """Return what a `meta.json` says of each map beside it."""
     value = strict_json.parse(meta.head(_MAX_META), f"`{meta}`") if meta.is_file() else None
-    one = value.get(location.name.removesuffix(_MAP)) if isinstance(value, dict) else None
-    return one if isinstance(one, dict) and not one.get("is_nested") else {}
+    items = value.items() if isinstance(value, dict) else ()
+    return {f"{name}{_MAP}": one for name, one in items if isinstance(one, dict) and not one.get("is_nested")}
 
 
 def open_map(location: Location, options: OpenOptions = NO_HINTS) -> Source:
@@ -78,6 +83,14 @@ def open_map(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     found = numpy_arrays.ArrayLayout(kind, numpy_arrays.checked_shape(tuple(shape)), None, ())
     catalogue.add(_placed((), found, 0, what, Extent(0, 0, size)))
     catalogue.warnings.append(Warning("no-checksum", "a memory map has no checksum: what it holds cannot be checked"))
+    there = {*location.parent.names()}
+    shapes = {name: one.get("shape") for name, one in _maps(location.parent / _META).items() if "dtype" in one}
+    described = {name for name, shape in shapes.items() if isinstance(shape, list) and shape and 0 not in shape}
+    # The first of them says it for all.
+    for name in sorted(described - there) if location.name == min(described & there, default=None) else ():
+        absent = location.parent / name
+        text = f"`{absent}` is missing, which `{_META}` describes"
+        catalogue.faults.append(CorruptError(text, hint="copy it too", file=absent))
     return PlacedSource(catalogue)
 
 
