@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 
-from ckpttool.catalogue.protocols import Format
+from ckpttool.catalogue.entries import Path
+from ckpttool.catalogue.protocols import NO_HINTS, Format
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats import CHECKPOINTS, DATA_FILE, FORMATS
 from ckpttool.serialization import other_files
@@ -37,6 +39,12 @@ def detect(location: Location) -> Format:
     if is_pattern:
         raise _unknown_pattern(location, location)
     raise _unknown_directory(location) if location.is_dir() else _unknown_file(location)
+
+
+def paths_in(location: Location) -> set[Path]:
+    """Return the key paths of the entries of a file of any format. Raises CkptError if it cannot be opened."""
+    with closing(detect(location).open(location, NO_HINTS)) as source:
+        return {*source.catalogue.entries}
 
 
 def _unknown_pattern(path: str, location: Location) -> ReadError:

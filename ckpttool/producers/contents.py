@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ckpttool import formats
@@ -23,7 +24,7 @@ from ckpttool.catalogue.entries import Path
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
-from ckpttool.formats.detect import detect
+from ckpttool.formats.detect import detect, paths_in
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
@@ -145,7 +146,7 @@ def _below(
     own = [name for name in names if not (is_dcp and _OF_DCP.fullmatch(name))]  # may lie in folders of it
     layout.warnings += remains(directory, own, above)
     for name in own:
-        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or is_left(name, directory):
+        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or _is_remnant(directory, name):
             continue
         location = directory.at(name.rstrip("/"))
         if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
@@ -171,9 +172,19 @@ def _below(
 
 def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iterator[Warning]:
     """Yield a warning of what did not end, with what it would have replaced beside it, of some names in a directory."""
-    if left := [above + name for name in names if is_left(name, directory)]:
+    if left := [above + name for name in names if _is_remnant(directory, name)]:
         text = f"{some(left)} {is_or_are(left)} not read: left by a save or a copy that did not end"
         yield Warning("left-out", text, file=left[0], names=left)
+
+
+def _is_remnant(directory: Directory, name: str) -> bool:
+    """Return whether this is what did not end: by its name, and as it is not whole or has entries of what it replaces."""
+    if not is_left(name, directory) or name.endswith("/"):
+        return is_left(name, directory)
+    with suppress(CkptError):
+        own, *others = (paths_in(directory.at(one)) for one in (name, *ended(name)) if one in directory)
+        return not others or not all(map(own.isdisjoint, others))
+    return True
 
 
 def _is_beside(target: Location, directory: Location, names: Collection[str]) -> bool:

@@ -214,8 +214,7 @@ def every(directory: Directory) -> Iterator[tuple[Directory, list[RunCheckpoint]
     versions. One that has checkpoints itself is the only one."""
     above: list[Directory] = []
     for inner in chain((directory,), _below(directory)):
-        is_inside = any(inner.path.is_below(one.path) for one in above)
-        if not is_inside and (checkpoints := in_directory(inner)):
+        if not any(inner.path.is_below(one.path) for one in above) and (checkpoints := in_directory(inner)):
             above.append(inner)
             yield inner, checkpoints
 

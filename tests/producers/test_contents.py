@@ -608,3 +608,19 @@ def test_a_folder_is_the_root_of_a_file_only_if_nothing_else_lies_in_it(tmp_path
     (folder / "model.pt").rename(folder / "trainer" / "net" / "last" / "model.pt")
     assert kinds(folder)["optimizer"] == {"trainer.optimizer"}
     assert kinds(folder)["model"] == {"trainer.net", "ema"}
+
+
+@pytest.mark.parametrize("name", [".model.pt", "model.pt.tmp", "model.pt~", "tmp_model.pt"])
+def test_what_is_called_as_if_it_had_not_ended_and_holds_something_else(name: str, tmp_path: Path) -> None:
+    """Whole, and of other entries than what it would have replaced: it is read. A copy, or a part of one, is not."""
+    model, optimizer = {"w": torch.ones(4)}, {"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    step = tmp_path / "step"
+    step.mkdir()
+    torch.save(model, step / "model.pt")
+    torch.save(optimizer, step / name)
+    ckpttool.convert(step, tmp_path / "out.pt")
+    assert "0.5" in str(torch.load(tmp_path / "out.pt", weights_only=True))
+    for data in ((step / "model.pt").read_bytes(), (step / name).read_bytes()[:300]):
+        (step / name).write_bytes(data)
+        (warning,) = ckpttool.inspect(step).warnings
+        assert name in warning.text and warning.kind == "left-out"
