@@ -178,7 +178,7 @@ def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iter
 
 
 def _is_remnant(directory: Directory, name: str) -> bool:
-    """Return whether this is what did not end: by its name, and as it is not whole or has entries of what it replaces."""
+    """Return whether this did not end: by its name, and as it is not whole or has entries of what it replaces."""
     if not is_left(name, directory) or name.endswith("/"):
         return is_left(name, directory)
     with suppress(CkptError):

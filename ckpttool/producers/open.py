@@ -412,8 +412,7 @@ def describe_run(catalogue: Catalogue, run: runs.RunDirectory) -> None:
         catalogue.warnings.append(Warning("chosen", text))
     name, step = runs.pointer(run.directory) or ("", chosen.step)
     if step != chosen.step:
-        text = f"`{name}` names step {step}, but step {chosen.step} is opened"
-        catalogue.warnings.append(Warning("chosen", text))
+        catalogue.warnings.append(Warning("chosen", f"`{name}` names step {step}, but step {chosen.step} is opened"))
 
 
 def _of_no_step(run: runs.RunDirectory) -> Iterator[Location]:
