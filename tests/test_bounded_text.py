@@ -47,6 +47,7 @@ JSON_OF_OURS = {
     "formats.safetensors.writer": "names and containers of metadata",
     "formats.safetensors.checksums": "names and sums",
     "remote.hub.headers": "addresses, names and sizes",
+    "remote.hub.bucket_mark": "names and hashes",
     "operations.export.card": "a name in the header of a card",
     "fleet.log": "paths, sizes and messages, and options that `jsonable` has bounded",
     "storage.log": "lines of a journal of ours",

@@ -266,7 +266,10 @@ def _kind_of_rest(node: KeyNode) -> str:
         return "model" if _has_module({"": node}) else "other"
     # Numbers of samples are no weights, and those of a quantised model are beside its scales.
     is_model = any(isinstance(e, Tensor) and e.dtype.kind not in ("int", "bool") for e in node.entries())
-    return "model" if is_model or _has_module({"": node}) else "other"
+    if is_model or _has_module({"": node}):
+        return "model"
+    is_counter = node.children and all(isinstance(key, str) and _COUNTER.fullmatch(key) for key in node.children)
+    return "progress" if is_counter else "other"
 
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -35,14 +35,16 @@ def written(source: str, out: Path, **options: Any) -> Path:
 
 
 CHECKSUMS = "ckpttool.crc32"
+INDEX = "ckpttool.index"
 
 
 def without_checksums(path: Path) -> bytes:
-    """The bytes of a file without the one key that ckpttool adds to those of the library."""
+    """The bytes of a file without the keys that ckpttool adds to those of the library."""
     data, contents = path.read_bytes(), header(path)
     start = 8 + int.from_bytes(data[:8], "little")
-    value = contents["__metadata__"][CHECKSUMS]
-    text = data[8:start].rstrip().replace(f',"{CHECKSUMS}":"{value}"'.encode(), b"")
+    text = data[8:start].rstrip()
+    for key in (CHECKSUMS, INDEX):
+        text = text.replace(f',"{key}":"{contents["__metadata__"].get(key)}"'.encode(), b"")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + data[start:]
 

@@ -393,8 +393,8 @@ def test_a_matrix_is_read_in_few_reads(
     shape: tuple[int, int], operation: Any, made: Any, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matrix = torch.arange(shape[0] * shape[1]).to(torch.int16).view(shape)
-    torch.save({"w": matrix}, tmp_path / "a.pt")
-    rules = [{"from": "w", "to": "w", "operations": [operation]}]
+    torch.save({"m.weight": matrix}, tmp_path / "a.pt")
+    rules = [{"from": "m.weight", "to": "m.weight", "operations": [operation]}]
     (tmp_path / "map.json").write_text(json.dumps({"format": 2, "rules": rules}))
     reads: list[int] = []
     read_into = Pool.read_into
@@ -406,5 +406,5 @@ def test_a_matrix_is_read_in_few_reads(
     with monkeypatch.context() as patched:
         patched.setattr(Pool, "read_into", counted)
         ckpttool.export(tmp_path / "a.pt", tmp_path / "out", key_map=str(tmp_path / "map.json"))
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], made(matrix))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["m.weight"], made(matrix))
     assert len(reads) < most and sum(reads) <= 2 * matrix.nbytes  # once more for the checksum of the archive

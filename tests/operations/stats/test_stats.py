@@ -20,7 +20,7 @@ from ckpttool.analysis.statistics.places import place_of
 from ckpttool.analysis.statistics.results import CONDITION
 from ckpttool.catalogue import conditions
 from ckpttool.catalogue.entries import Tensor
-from ckpttool.errors import UsageError
+from ckpttool.errors import CorruptError, UsageError
 from ckpttool.operations.inspect import inspect
 from ckpttool.transfer.numbers import has_numbers
 
@@ -37,6 +37,8 @@ def test_the_samples(sample: str) -> None:
     path = next((CHECKPOINTS / sample).glob("ckpt*"))
     try:
         compare(path)
+    except CorruptError as error:  # shards of some ranks are in no file
+        assert sample == "dcp/unflattened_w2" and "flatten_state_dict=True" in str(error.hint)
     except UsageError as error:
         assert "--shapes" in str(error.hint)
         compare(path, str(path.with_name("reference.pt")))
