@@ -41,7 +41,8 @@ def _stored_twice(source: Source) -> Iterator[Warning]:
         pairs = [(i, others[offsets]) for offsets, i in compared]
         with suppress(CkptError):
             if why := _same(source, copy, original, pairs):
-                text = f"`{copy.name}` is `{original.name}`, stored twice: they have the same {why}{more}"
+                probably = "" if why == "checksums" else "probably "
+                text = f"`{copy.name}` is {probably}`{original.name}`, stored twice: they have the same {why}{more}"
                 yield Warning("stored-twice", text, tensor=copy.name)
 
 
