@@ -115,10 +115,8 @@ def _send(buffer: torch.Tensor, holder: int) -> None:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    done: dict[int, torch.Tensor] = {}
     for *_, value in _tensors(model):
-        if value.is_meta and id(value) not in done:
-            done[id(value)] = value
+        if value.is_meta:
             memory = torch.empty_like(value.detach(), device=device)
             is_parameter = isinstance(value, nn.Parameter)
             # In place: the tensors to fill were looked up before.

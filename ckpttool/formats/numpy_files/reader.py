@@ -59,13 +59,9 @@ def open_array(location: Location, options: OpenOptions = NO_HINTS) -> Source:
 def is_map(location: Location) -> bool:
     """Return whether this is a memory map that the `meta.json` beside it describes."""
     with suppress(CkptError):
-        return location.endswith(_MAP) and location.is_file() and isinstance(_described(location).get("shape"), list)
+        is_file = location.endswith(_MAP) and location.is_file()
+        return is_file and isinstance(_maps(location.parent / _META).get(location.name, {}).get("shape"), list)
     return False
-
-
-def _described(location: Location) -> dict[str, Any]:
-    one = _maps(location.parent / _META).get(location.name)
-    return one if one is not None else {}
 
 
 def _maps(meta: Location) -> dict[str, dict[str, Any]]:
@@ -77,14 +73,15 @@ def _maps(meta: Location) -> dict[str, dict[str, Any]]:
 
 def open_map(location: Location, options: OpenOptions = NO_HINTS) -> Source:
     """Return the catalogue of a memory map, whose one tensor has no name. Raises CorruptError when it is cut."""
-    size, said, what = location.size(), _described(location), f"`{location}`"
+    size, maps, what = location.size(), _maps(location.parent / _META), f"`{location}`"
+    said = maps.get(location.name, {})
     catalogue = Catalogue("memmap", [File(location, location.name, size)])
     kind, shape = dtype(str(said.get("dtype"))), said["shape"]
     found = numpy_arrays.ArrayLayout(kind, numpy_arrays.checked_shape(tuple(shape)), None, ())
     catalogue.add(_placed((), found, 0, what, Extent(0, 0, size)))
     catalogue.warnings.append(Warning("no-checksum", "a memory map has no checksum: what it holds cannot be checked"))
     there = {*location.parent.names()}
-    shapes = {name: one.get("shape") for name, one in _maps(location.parent / _META).items() if "dtype" in one}
+    shapes = {name: one.get("shape") for name, one in maps.items() if "dtype" in one}
     described = {name for name, shape in shapes.items() if isinstance(shape, list) and shape and 0 not in shape}
     # The first of them says it for all.
     for name in sorted(described - there) if location.name == min(described & there, default=None) else ():
