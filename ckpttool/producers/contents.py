@@ -144,9 +144,9 @@ def _below(
         layout.unreadable[above] = ReadError(text, file=directory.path)
         return
     own = [name for name in names if not (is_dcp and _OF_DCP.fullmatch(name))]  # may lie in folders of it
-    layout.warnings += remains(directory, own, above)
+    layout.warnings += (left := [*remains(directory, own, above)])
     for name in own:
-        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or _is_remnant(directory, name):
+        if re.fullmatch(rf"{REPOSITORY.pattern}|{re.escape(NAME)}", name) or any(above + name in w.names for w in left):
             continue
         location = directory.at(name.rstrip("/"))
         if location.is_link() and _is_beside(location.real(), directory.path.real(), names):
