@@ -24,12 +24,12 @@ from ckpttool import formats
 from ckpttool.analysis.result import as_json
 from ckpttool.errors import CkptError, OverwriteError, ReadError, UsageError
 from ckpttool.fleet import item as items
+from ckpttool.fleet import run_items
 from ckpttool.fleet.batch_result import Batch
 from ckpttool.fleet.item import Item
 from ckpttool.fleet.log import BatchLog
 from ckpttool.fleet.share import Share, share_of
 from ckpttool.operations import arguments
-from ckpttool.producers import run_items
 from ckpttool.producers.runs import RunCheckpoint
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import is_remote, local_path, locate, path_text

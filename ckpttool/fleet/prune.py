@@ -19,10 +19,11 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
+from ckpttool.fleet import run_items
 from ckpttool.operations import publish
 from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
-from ckpttool.producers import run_items, runs
+from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.producers.published import is_commit
 from ckpttool.producers.runs import RunCheckpoint

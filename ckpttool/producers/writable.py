@@ -4,7 +4,8 @@
 A layout is right when the reader of the framework's directories gives back what was written. In that of a checkpoint,
 each component is written in the format and under the name that it has there, and the assets are copied: what was
 converted to DCP, and trained or changed, becomes again what a script reads. A file of pickled modules, which take their
-classes, is a copy of the one that is there, with the elements of the state (`template`).
+classes, is a copy of the one that is there, with the elements of the state (`template`). An archive is the directory of
+its files, which is packed in the end.
 """
 
 from __future__ import annotations
@@ -12,25 +13,35 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
-from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
+from ckpttool.catalogue.protocols import (
+    NO_HINTS,
+    Crcs,
+    CreatedSink,
+    Format,
+    FormatLoss,
+    OpenOptions,
+    Sink,
+    SinkOptions,
+    Source,
+)
 from ckpttool.errors import UsageError
 from ckpttool.formats import archives, deepspeed, rankfiles
 from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader
+from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest
-from ckpttool.producers.open import open_source
+from ckpttool.producers.open import open_at, open_source
 from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
 from ckpttool.serialization.directory import Directory
+from ckpttool.storage import files
+from ckpttool.storage.archives import ArchiveStore, pack
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant, some
-
-if TYPE_CHECKING:
-    from ckpttool.producers.arrange import LayoutBuilder
 
 LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), key=lambda layout: layout.framework))
 SAME = "same"
@@ -116,6 +127,8 @@ def as_format(layout: WritableLayout, output: OutputLayout | None = None) -> For
 def _layout_of(like: Catalogue, name: str) -> WritableLayout | Format:
     """Return the layout of a checkpoint, called `name` in messages, or the format of one that is a single file or of a
     single format. Raises UsageError for another one than the source that `--to` writes."""
+    if like.format == archives.FORMAT.name and like.location and isinstance(like.location.store, ArchiveStore):
+        return _like_archive(like.location.store.archive, name)
     mounted: list[Mounted] = like.facts.get("components", [])
     read = [one for one in mounted if one.format != "asset"]
     if not read and like.format == "safetensors" and like.location is not None and like.location.is_dir():
@@ -151,9 +164,6 @@ def _check_written(one: Mounted, like: Catalogue, name: str) -> None:
     if row is deepspeed.FORMAT:
         hint = "`--producer deepspeed:zero2`, or another stage, writes what DeepSpeed loads, on `--to-world` ranks"
         raise UsageError(f"{text}, a directory of DeepSpeed", hint=hint)
-    if row is archives.FORMAT:
-        hint = "unpack it and name the directory, whose files are written again; or `--to dcp`, which holds all of it"
-        raise UsageError(f"{text}, an archive of files", hint=hint)
     producer = like.facts.get("producer")
     if one.component.glob:
         raise UsageError(
@@ -192,6 +202,57 @@ def _like_file(row: Format, like: Catalogue, name: str) -> Format:
     return FileTemplate(location.absolute(), row).as_format
 
 
+def _as_there(row: Format, like: Catalogue, one: Mounted) -> Format:
+    """Return the format of a component, or that of files which are written like the one that is there."""
+    if one.is_copied:
+        return _like_file(row, like, one.name)
+    if row is not archives.FORMAT:
+        return row
+    stores = (file.location.store for file in like.files)
+    every = (store.archive for store in stores if isinstance(store, ArchiveStore))
+    return _like_archive(next(one_of for one_of in every if f"/{one_of}".endswith(f"/{one.name}")), SAME)
+
+
+def _like_archive(archive: Location, name: str) -> Format:
+    """Return the format of archives like one: the directory of its files, which is packed in the end; if the
+    destination ends with a slash it stays a directory. Raises UsageError."""
+    with closing(archives.FORMAT.open(archive)) as source:
+        like = source.catalogue
+    if "run" in like.facts:
+        hint = "unpack it, and name the checkpoint"
+        raise UsageError(f"`--producer {name}`: it does not write `{archive}`, an archive of a run", hint=hint)
+    like.format = like.facts["layout"]
+    layout = _layout_of(like, SAME)
+
+    def inner(catalogue: Catalogue) -> tuple[Format, Catalogue]:
+        if isinstance(layout, Format):
+            return layout, catalogue
+        output = layout.build(LayoutBuilder(catalogue, 1, "", lambda tensor: None))
+        return as_format(layout, output), output.catalogue
+
+    def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
+        row, planned = inner(catalogue)
+        return row.losses(planned, path)
+
+    def create(location: Location, catalogue: Catalogue, options: SinkOptions) -> Sink:
+        row, planned = inner(catalogue)
+        assert row.create is not None
+        sink = row.create(location, planned, replace(options, one_file=False))
+        return CreatedSink(sink.catalogue, partial(finish, location, sink)) if options.one_file else sink
+
+    def finish(location: Location, sink: Sink, crcs: Crcs) -> None:
+        sink.finish(crcs)
+        packed = location.parent / f".{location.name}.packed"
+        pack(archive, location, packed)
+        location.remove()
+        files.rename(packed, location)
+
+    def is_file(path: str) -> bool:
+        return not path.endswith("/")
+
+    return replace(archives.FORMAT, open=open_at, create=create, losses=losses, is_file=is_file, chunked=True)
+
+
 def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> OutputLayout:
     """Return each entry in the component whose root is the deepest above it; of a model of several files, in the file
     that it has there."""
@@ -221,8 +282,7 @@ def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> O
             builder.copy(shard.location.absolute().parent / one.name.rpartition("/")[2], one.name)
             number_of.setdefault(one.root, of_file[one.root, one.files[1]])
             continue
-        if one.is_copied:
-            row = _like_file(row, like, one.name)
+        row = _as_there(row, like, one)
         name, world = one.name.rstrip("/").replace("*", "{rank}"), len(one.files) or None
         number = builder.component(name, row, one.root, key=key, digits=one.digits, world=world)
         number_of.setdefault(one.root, number)

@@ -1,9 +1,10 @@
-"""Archives of files, read as directories: tar and zip, as NeMo (`.nemo`) and Stable-Baselines3 (`.zip`) save.
+"""Archives of files, read as directories and written from them: tar and zip, as NeMo (`.nemo`) and Stable-Baselines3
+(`.zip`) save.
 
     step.tar        locate("step.tar/model.pt")     a range of bytes of `step.tar`
 
 Members are read where they lie, and nothing is unpacked: one that is compressed is an error. The standard library lists
-them.
+them, and writes them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
+import shutil
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ckpttool.errors import CorruptError, ReadError, in_one_line
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store
 
+if TYPE_CHECKING:
+    import tarfile
+    import zipfile
+
 HEAD = 262
 """Bytes of a file that say whether it is a tar archive."""
 _MOST_FILES = 100_000  # and as many folders
 _MOST_READ = 64 << 20  # bytes at once, of a listing; a file with holes may say that its is of any size
+_BLOCK = 4 << 20
 _LOCAL = struct.Struct("<4s22xHH")  # of a member of a zip: its mark, and the lengths of its name and its extra field
 _ENCRYPTED, _UTF8 = 1, 0x800
 _UNPACK = "unpack the archive, and name the directory that it is unpacked to"
@@ -70,11 +77,11 @@ class ArchiveStore(Store):
     def __init__(self, archive: Location) -> None:
         self.root = str(archive)
         version = archive.version or (versions.at(archive) if archive.store.is_local else None)
-        self._archive = Location(archive, archive.store, version)
+        self.archive = Location(archive, archive.store, version)
         self._pool = files.Pool()
         self._members: dict[str, ArchiveMember] = {}
         self._folders: dict[str, dict[str, bool]] = {"": {}}
-        for member in members(self._archive):
+        for member in members(self.archive):
             self._add(member)
 
     def _add(self, member: ArchiveMember) -> None:
@@ -122,7 +129,7 @@ class ArchiveStore(Store):
         if member is None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         nbytes = max(0, min(len(buffer), member.nbytes - offset))
-        self._pool.read_into(self._archive, member.offset + offset, buffer[:nbytes])
+        self._pool.read_into(self.archive, member.offset + offset, buffer[:nbytes])
         return nbytes
 
     def crcs(self) -> dict[str, int]:
@@ -186,3 +193,61 @@ def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
             why = "encrypted" if member.flag_bits & _ENCRYPTED else "" if is_stored else "compressed"
             begin = member.header_offset + _LOCAL.size + name_length + extra_length
             yield ArchiveMember(member.filename, begin, member.file_size, why, member.CRC)
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def pack(like: Location, folder: Location, to: Location) -> None:
+    """Write an archive of the files below `folder`, of the kind of the archive `like`: its members come first, in their
+    order and with their names, dates and permissions. Raises ReadError or StorageError."""
+    import tarfile
+    import zipfile
+
+    names = dict.fromkeys(folder.below())
+
+    def write(stream: BinaryIO) -> None:
+        listing = _Listing(like)
+        if like.head(2) == b"PK":
+            with zipfile.ZipFile(listing) as old, zipfile.ZipFile(stream, "w") as new:
+                new.comment = old.comment
+                for member in (*old.infolist(), *map(zipfile.ZipInfo, names)):
+                    _add_to_zip(new, member, folder, names)
+        else:
+            with (
+                tarfile.open(fileobj=listing, mode="r:") as read,  # type: ignore[call-overload] # nothing is written
+                tarfile.open(fileobj=stream, mode="w") as written,
+            ):
+                for one in (*read, *map(tarfile.TarInfo, names)):
+                    _add_to_tar(written, one, folder, names)
+
+    to.put(write)
+
+
+def _add_to_zip(new: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Location, names: dict[str, None]) -> None:
+    """Add a folder, or a file that is among `names`, from which it is removed."""
+    import zipfile
+
+    name = posixpath.normpath(member.filename)
+    info = zipfile.ZipInfo(member.filename, member.date_time)
+    info.external_attr, info.create_system, info.comment = member.external_attr, member.create_system, member.comment
+    if member.is_dir():
+        new.writestr(info, b"")
+    elif name in names:
+        del names[name]
+        info.file_size = (folder / name).size()  # of a large one, its header has a field more
+        with (folder / name).open() as stream, new.open(info, "w") as output:
+            shutil.copyfileobj(stream, output, _BLOCK)
+
+
+def _add_to_tar(new: tarfile.TarFile, member: tarfile.TarInfo, folder: Location, names: dict[str, None]) -> None:
+    """Add a folder, or a file that is among `names`, from which it is removed."""
+    name = posixpath.normpath(member.name)
+    if member.isdir():
+        new.addfile(member)
+    elif name in names:
+        del names[name]
+        member.size = (folder / name).size()
+        member.pax_headers.pop("size", None)
+        with (folder / name).open() as stream:
+            new.addfile(member, stream)

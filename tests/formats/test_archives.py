@@ -5,9 +5,12 @@ The archives are written by `tarfile` and `zipfile`, their files by torch, and r
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
+import shutil
 import struct
 import tarfile
 import zipfile
@@ -24,7 +27,7 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool import formats
-from ckpttool.errors import CkptError, CorruptError, ReadError
+from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
 from ckpttool.storage import archives
 from ckpttool.storage.stores import Location, local_path
 
@@ -68,6 +71,30 @@ def tensors(path: Path) -> Counter[tuple[str, bytes]]:
         return Counter(of(tensor.torch()) for tensor in checkpoint.tensors())
 
 
+def members(path: Path) -> dict[str, Any]:
+    """Return the files in an archive, in their order, as Python's libraries and torch read them."""
+    if path.read_bytes()[:2] == b"PK":
+        with zipfile.ZipFile(path) as archive:
+            files = {name: archive.read(name) for name in archive.namelist()}
+    else:
+        with tarfile.open(path) as tar:
+            files = {one.name: stream.read() for one in tar if (stream := tar.extractfile(one)) is not None}
+    return {name: value(name, data) for name, data in files.items()}
+
+
+def value(name: str, data: bytes) -> Any:
+    """Return what a file of Stable-Baselines3 holds, with tensors as what tells them from others."""
+
+    def plain(one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: plain(inner) for key, inner in one.items()}
+        return [*map(plain, one)] if isinstance(one, list) else of(one) if isinstance(one, torch.Tensor) else one
+
+    if name.endswith(".pth"):
+        return plain(torch.load(io.BytesIO(data)))
+    return json.loads(data) if data[:1] == b"{" else data
+
+
 def saved(folder: Path) -> Counter[tuple[str, bytes]]:
     """Return the tensors in files of torch, as torch reads them."""
 
@@ -92,9 +119,60 @@ def test_an_archive_is_read_as_its_files(name: str, tmp_path: Path) -> None:
         ckpttool.convert(path, tmp_path / dst, to="dcp" if dst == "dcp" else "torch", check=True)
         assert ckpttool.diff(tmp_path / dst, path).same
     ckpttool.convert(path, tmp_path / "model.safetensors", only=["model"])
-    ckpttool.convert(path, tmp_path / "same", producer="same")
+    ckpttool.convert(path, f"{tmp_path}/same/", producer="same")
     assert sorted(file.name for file in (tmp_path / "same").iterdir()) == sorted(AGENT)
     assert saved(tmp_path / "same") == saved(tmp_path / "files")
+
+
+@pytest.mark.parametrize("name", ["agent.zip", "agent.nemo"])
+def test_an_archive_is_written_like_another(name: str, tmp_path: Path) -> None:
+    """From itself, and from what it was converted to with other values and elements in it."""
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / name)
+    ckpttool.convert(path, tmp_path / "same", producer="same", check=True)
+    assert members(tmp_path / "same") == members(path)
+    ckpttool.convert(path, tmp_path / "one.pt", to="torch")
+    state = torch.load(tmp_path / "one.pt")
+    state["data"]["num_timesteps"] = 200
+    state["policy"]["0.weight"] += 1
+    state["policy"]["1.bias"] = state["policy"]["1.bias"].bfloat16()
+    torch.save(state, tmp_path / "two.pt")
+    ckpttool.convert(tmp_path / "two.pt", tmp_path / "new", producer=str(path), check=True)
+    new, old = members(tmp_path / "new"), members(path)
+    assert [*new] == [*old]
+    assert {name.rpartition("/")[2] for name in new if new[name] != old[name]} == {"policy.pth", "data"}
+    policy, data = (next(new[name] for name in new if name.endswith(end)) for end in ("policy.pth", "data"))
+    assert policy == {key: of(tensor) for key, tensor in state["policy"].items()}
+    assert data == {"gamma": 0.99, "num_timesteps": 200}
+    state["policy"]["more"] = torch.ones(1)
+    state["critic"] = {"w": torch.ones(1)}
+    torch.save(state, tmp_path / "two.pt")
+    with pytest.raises(CkptError, match=r"critic\.w.*the layout has no file for it|no second one"):
+        ckpttool.convert(tmp_path / "two.pt", tmp_path / "more", producer=str(path))
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("sample", ["dcp/fsdp2_w4/ckpt", "safetensors/indexed/ckpt", "rank/fsdp1_w2/ckpt"])
+def test_an_archive_of_one_checkpoint_is_written_like_another(sample: str, tmp_path: Path) -> None:
+    path = pack(CHECKPOINTS / sample, tmp_path / "a.tar")
+    ckpttool.convert(path, tmp_path / "b.tar", producer="same", check=True)
+    assert {*members(tmp_path / "b.tar")} >= {*members(path)}
+    assert ckpttool.diff(tmp_path / "b.tar", path).same and ckpttool.verify(tmp_path / "b.tar").whole
+
+
+def test_an_archive_that_does_not_fit_on_the_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / "agent.zip")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(StorageError, match="no space left"):
+        ckpttool.convert(path, tmp_path / "same.zip", producer="same")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["agent.zip", "files"]
 
 
 def test_any_checkpoint_may_lie_in_an_archive(tmp_path: Path) -> None:
@@ -173,9 +251,16 @@ def test_archives_in_a_directory(tmp_path: Path) -> None:
     assert tensors(step) == whole
     ckpttool.convert(step, tmp_path / "dcp", to="dcp")
     assert tensors(tmp_path / "dcp") == whole
-    with pytest.raises(CkptError, match=r"does not write `agent.zip`, an archive of files"):
-        ckpttool.convert(step, tmp_path / "same", producer="same")
-    assert not (tmp_path / "same").exists()
+    for name, source in (("same", step), ("back", tmp_path / "dcp")):
+        ckpttool.convert(source, tmp_path / name, producer=str(step), check=True)
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == ["agent.zip", "buffer.pt"]
+        assert members(tmp_path / name / "agent.zip") == members(step / "agent.zip")
+    (steps := tmp_path / "steps").mkdir()
+    for number in (1, 2):
+        torch.save({"model": {"w": torch.ones(8)}, "step": number}, steps / f"step_{number}.pt")
+    with pytest.raises(CkptError, match=r"does not write `.*run.tar`, an archive of a run"):
+        ckpttool.convert(pack(steps, tmp_path / "run.tar"), tmp_path / "one", producer="same")
+    assert not (tmp_path / "one").exists()
 
 
 def with_a_link(archive: tarfile.TarFile) -> None:
