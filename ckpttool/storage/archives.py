@@ -248,6 +248,6 @@ def _add_to_tar(new: tarfile.TarFile, member: tarfile.TarInfo, folder: Location,
     elif name in names:
         del names[name]
         member.size = (folder / name).size()
-        member.pax_headers.pop("size", None)
+        member.pax_headers = {key: value for key, value in member.pax_headers.items() if key != "size"}
         with (folder / name).open() as stream:
             new.addfile(member, stream)
