@@ -235,7 +235,9 @@ def _is_around(kind: str, child: KeyNode) -> bool:
         return any(one.kind not in (None, kind) for one in child.children.values())
     if kind == "model":
         is_bare = any(isinstance(one.entry, Tensor) for one in child.children.values())
-        return child.holds("optimizer") or (not is_bare and child.state_dicts > 1)
+        named = (one for key, one in child.children.items() if kind_of_key(key) == "optimizer")
+        is_beside = child.state_dicts == 1 and any(_tells("optimizer", one) for one in named)
+        return child.holds("optimizer") or (not is_bare and (is_beside or child.state_dicts > 1))
     return child.holds("optimizer") or child.holds("model")
 
 

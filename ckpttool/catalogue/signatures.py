@@ -261,13 +261,14 @@ def _kind_of_class(value: Stub) -> str | None:
 def _is_state_dict(node: KeyNode) -> bool:
     if not node.children or isinstance(node.entry, Tensor):
         return False
-    tensors = telling = 0
+    tensors = telling = weights = 0
     for key, one in node.children.items():
         if not isinstance(key, str) or one.children:
             return False
         if isinstance(one.entry, Tensor):
             tensors += 1
             telling += "." in key and not key.startswith(".")
+            weights += one.entry.dtype.kind not in ("int", "bool") or is_module_name(key)
         elif not (key.endswith("_extra_state") or _is_nothing(one)):
             return False
-    return tensors > 0 and (node.has_metadata or telling > 0)
+    return tensors > 0 and (node.has_metadata or (telling > 0 and weights > 0))

@@ -23,6 +23,7 @@ from ckpttool.fleet import run_items
 from ckpttool.operations import publish
 from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
+from ckpttool.operations.manifest import files_of
 from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.producers.published import is_commit
@@ -286,12 +287,13 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
             is_dropped = parts.matcher(present, source.catalogue)
             rest = {entry.name for entry in source.catalogue.entries.values() if not is_dropped(entry.part)}
             files_of_state = {file.name for file in source.catalogue.own_files}
+            names = files_of(path, source.catalogue)[1] if path.is_dir() else []
         # One that carries a manifest gets a new one.
         manifest = None if (path / NAME).exists() else False
         convert(path, written, producer="same", drop=present, check=True, manifest=manifest)
         with opened(written) as source:
             different = rest ^ {entry.name for entry in source.catalogue.entries.values()}
-        lost = {*path.below()} - {*written.below()} - files_of_state if path.is_dir() else {}
+        lost = {*names} - {*written.below()} - files_of_state if names else {}
         if different or lost:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)
         if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:

@@ -81,7 +81,9 @@ def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]
     without manifests and what an interrupted save left; or the one file. Raises ReadError, and CorruptError for a link
     that leaves the directory."""
     if path.is_dir():
+        left = [name.rstrip("/") for w in catalogue.warnings if w.kind == "left-out" for name in w.names]
         names = [name for name in path.below() if name.rpartition("/")[2] != NAME]
+        names = [name for name in names if not any(f"{name}/".startswith(f"{one}/") for one in left)]
         for name in names:
             path.inside(name)
         return path, names

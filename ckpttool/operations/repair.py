@@ -30,12 +30,13 @@ from ckpttool.operations.arguments import check_apart, check_source
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
+from ckpttool.producers.contents import is_remnant
 from ckpttool.producers.open import opened
 from ckpttool.reports.report import Block, Facts, Line, bold
+from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME as MANIFEST
 from ckpttool.storage import files, free_space, staging
 from ckpttool.storage.stores import DirectoryEntry, Location, Stat, Store, Write, content, local_path, path_text
-from ckpttool.storage.unfinished import is_left
 from ckpttool.text import duration, plural, size, some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress, Work, on_threads
@@ -208,11 +209,13 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
     """Return the files of all directories by their names. Raises CorruptError for two of one name that differ."""
     originals: dict[str, Location] = {}
     for root in map(local_path, sources):
-        if remains := _remains(root):
+        if remains := _remains(Directory(root)):
             result.dropped += remains
             result.done.append(f"skipped remains of an interrupted save: {some(remains)}")
         for name in root.below():
             location = root / name
+            if any(f"{name}/".startswith(f"{one}/") for one in remains):
+                continue
             if name not in originals:
                 originals[name] = location
             elif not _same(originals[name], location):
@@ -225,17 +228,14 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
     return originals, files.fingerprint(originals.values())
 
 
-def _remains(root: Location, below: str = "") -> list[str]:
+def _remains(directory: Directory, above: str = "") -> list[str]:
     """Return the names below a directory of what an interrupted save left; a whole directory counts once."""
     names: list[str] = []
-    entries = (root / below if below else root).entries()
-    beside = {entry.name for entry in entries}
-    for entry in entries:
-        name = f"{below}/{entry.name}" if below else entry.name
-        if is_left(entry.name, beside):
-            names.append(name)
-        elif entry.is_dir and not (root / name).is_link():
-            names += _remains(root, name)
+    for name in directory.names:
+        if is_remnant(directory, name):
+            names.append(above + name.rstrip("/"))
+        elif name.endswith("/") and not directory.at(name.rstrip("/")).is_link():
+            names += _remains(directory.folder(name), above + name)
     return names
 
 

@@ -172,19 +172,30 @@ def _below(
 
 def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iterator[Warning]:
     """Yield a warning of what did not end, with what it would have replaced beside it, of some names in a directory."""
-    if left := [above + name for name in names if _is_remnant(directory, name)]:
+    if left := [above + name for name in names if is_remnant(directory, name)]:
         text = f"{some(left)} {is_or_are(left)} not read: left by a save or a copy that did not end"
         yield Warning("left-out", text, file=left[0], names=left)
 
 
-def _is_remnant(directory: Directory, name: str) -> bool:
-    """Return whether this did not end: by its name, and as it is not whole or has entries of what it replaces."""
-    if not is_left(name, directory) or name.endswith("/"):
-        return is_left(name, directory)
+def is_remnant(directory: Directory, name: str) -> bool:
+    """Return whether a file or a folder is of a save that did not end: by its name, and as it is not whole or has
+    entries of what it replaces."""
+    if not is_left(name, directory):
+        return False
     with suppress(CkptError):
-        own, *others = (paths_in(directory.at(one)) for one in (name, *ended(name)) if one in directory)
-        return not others or not all(map(own.isdisjoint, others))
+        beside = (place for one in ended(name.rstrip("/")) if (place := directory.at(one)).exists())
+        own, *others = map(_paths, (directory.at(name.rstrip("/")), *beside))
+        return not own or not others or not all(map(own.isdisjoint, others))
     return True
+
+
+def _paths(location: Location) -> set[Path]:
+    """Return the key paths of the entries of a checkpoint, or of the files in a folder, each below its name. Raises
+    CkptError if one cannot be opened."""
+    with suppress(ReadError):
+        return paths_in(location)
+    files = (name for name in location.below() if not _is_asset(name, location / name))
+    return {(name, *path) for name in files for path in paths_in(location / name)}
 
 
 def _is_beside(target: Location, directory: Location, names: Collection[str]) -> bool:
@@ -331,7 +342,8 @@ def _give_roots(layout: Layout, named: int, step: int | None, *, spares: bool, a
     for inner in folders:
         in_folder[inner[:-1]].add(inner)  # what lies there has no place among the keys of a file
     taken = {component.root: component for component in layout.components[:named]}
-    for i, component in enumerate(components, named):
+    # Of `dataset.safetensors` and `dataset.json`, the tensors have the name.
+    for i, component in sorted(enumerate(components, named), key=lambda one: one[1] not in holders):
         root = stem(component, step)
         if len(root) > 1 and in_folder[root[:-1]] == {root} and root[:-1] not in taken:
             root = root[:-1]

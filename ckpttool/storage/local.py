@@ -66,9 +66,8 @@ class LocalStore(Store):
             raise from_os_error(error, name, "read")
 
         for folder, folders, names in os.walk(name, onerror=refuse):
-            beside = {*folders, *names}
-            folders[:] = sorted(one for one in folders if not unfinished.is_left(one, beside))
-            paths = [os.path.join(folder, one) for one in sorted(names) if not unfinished.is_left(one, beside)]
+            folders[:] = sorted(one for one in folders if not unfinished.is_trace(one))
+            paths = [os.path.join(folder, one) for one in sorted(names) if not unfinished.is_trace(one)]
             result += [os.path.relpath(path, name) for path in paths if _is_file(path)]
         return result
 

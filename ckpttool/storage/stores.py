@@ -193,11 +193,10 @@ class Store:
         return [e.name for e in entries if fnmatchcase(e.name, part) and (part[:1] == "." or e.name[:1] != ".")]
 
     def below(self, name: str) -> list[str]:
-        """Return the names of all files below a directory, relative to it, without what an interrupted save left."""
-        result, entries = [], self.entries(name)
-        beside = {one for one, _ in entries}
-        for one, is_dir in entries:
-            if not unfinished.is_left(one, beside):
+        """Return the names of all files below a directory, relative to it, without traces of an interrupted save."""
+        result: list[str] = []
+        for one, is_dir in self.entries(name):
+            if not unfinished.is_trace(one):
                 result += [f"{one}/{inner}" for inner in self.below(posixpath.join(name, one))] if is_dir else [one]
         return result
 
@@ -412,7 +411,8 @@ class Location(str):
         return self._ask(self.store.sizes)
 
     def below(self) -> list[str]:
-        """Return the names of all files below this directory, relative to it, without what an interrupted save left."""
+        """Return the names of all files below this directory, relative to it, without the traces of an interrupted
+        save."""
         return self._ask(self.store.below)
 
     def matches(self) -> list[Location]:

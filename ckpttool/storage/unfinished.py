@@ -30,8 +30,13 @@ def ended(name: str) -> set[str]:
     return found - {name, ""}
 
 
+def is_trace(name: str) -> bool:
+    """Return whether a file or a folder is one that only a save which did not end has, whatever lies beside it."""
+    return _ALWAYS.fullmatch(name) is not None
+
+
 def is_left(name: str, beside: Container[str]) -> bool:
-    """Return whether a file or a folder is what did not end, and what it would have replaced is there; `beside` are the
-    names in its directory, with or without a slash."""
+    """Return whether a file or a folder is what did not end, by its name, and what it would have replaced is there;
+    `beside` are the names in its directory, with or without a slash. What it holds may say otherwise."""
     name = name.rstrip("/")
-    return _ALWAYS.fullmatch(name) is not None or any(one in beside or f"{one}/" in beside for one in ended(name))
+    return is_trace(name) or any(one in beside or f"{one}/" in beside for one in ended(name))

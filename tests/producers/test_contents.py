@@ -624,3 +624,50 @@ def test_what_is_called_as_if_it_had_not_ended_and_holds_something_else(name: st
         (step / name).write_bytes(data)
         (warning,) = ckpttool.inspect(step).warnings
         assert name in warning.text and warning.kind == "left-out"
+
+
+@pytest.mark.parametrize("name", ["tmp_model", "model.tmp"])
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_a_folder_that_is_called_as_if_it_had_not_ended_and_holds_something_else(
+    name: str, is_dcp: bool, tmp_path: Path
+) -> None:
+    def save(state: dict[str, object], folder: Path) -> None:
+        dcp.save(state, checkpoint_id=folder) if is_dcp else torch.save(state, folder / "a.pt")
+
+    step = tmp_path / "step"
+    for folder, state in (("model", {"w": torch.ones(4)}), (name, {"rho": torch.ones(2), "step": 7})):
+        (step / folder).mkdir(parents=True)
+        save(state, step / folder)
+    ckpttool.convert(step, tmp_path / "out.pt")
+    assert "7" in str(torch.load(tmp_path / "out.pt", weights_only=True))
+    shutil.rmtree(step / name)
+    (step / name).mkdir()
+    save({"w": torch.ones(4)}, step / name)
+    (warning,) = ckpttool.inspect(step).warnings
+    assert name in warning.text and warning.kind == "left-out"
+
+
+def test_a_model_with_an_optimizer_of_another_library_in_a_file_called_model(tmp_path: Path) -> None:
+    """The state of fastai's optimizer was counted as parameters of the model: 147, of 49."""
+    states = [{"grad_avg": torch.ones(4, 3), "step": 1}, {"grad_avg": torch.ones(3), "step": 1}]
+    state = {"model": torch.nn.Linear(4, 3).state_dict(), "opt": {"state": states, "hypers": [{"lr": 0.1}]}}
+    for name in ("model_a.pth", "actor.pth"):
+        torch.save(state, tmp_path / name)
+    parts = {"model": {"model_a.model", "actor.model"}, "optimizer": {"model_a.opt", "actor.opt"}}
+    assert kinds(tmp_path) == parts
+    assert all(sum(t.numel for t in one.parameters()) == 15 for one in models(ckpttool.inspect(tmp_path)).counted)
+
+
+def test_tensors_have_the_name_that_a_document_beside_them_has_too(tmp_path: Path) -> None:
+    """`dataset.safetensors` and `configuration.safetensors` of neuralforecast were models, the first of 400."""
+    save_file({"rnn.weight": torch.ones(4, 3)}, tmp_path / "LSTM_0.safetensors")
+    save_file({"h.temporal": torch.ones(200, 2), "h.indptr": torch.ones(3).int()}, tmp_path / "dataset.safetensors")
+    save_file({"h.ds": torch.arange(200), "h.last": torch.arange(2)}, tmp_path / "configuration.safetensors")
+    for name in ("dataset", "configuration"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"fields": {"y_idx": 0, "key": "h"}}))
+    assert kinds(tmp_path)["model"] == {"LSTM_0"} and kinds(tmp_path)["dataloader"] == {"dataset"}
+    assert {path[0] for path in ckpttool.inspect(tmp_path).entries} == {
+        "LSTM_0", "dataset", "dataset.json", "configuration", "configuration.json"
+    }  # fmt: skip
+    (model,) = models(ckpttool.inspect(tmp_path)).counted
+    assert sum(tensor.numel for tensor in model.parameters()) == 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -544,3 +545,24 @@ def test_clean(server: S3Server, tmp_path: Path) -> None:
     assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
     with pytest.raises(OverwriteError, match="cannot be claimed"):
         ckpttool.convert(DCP, "s3://bucket/out/foreign", to="dcp")
+
+
+def test_commands_that_copy_or_list_files_have_what_is_read_of_them(tmp_path: Path, server: S3Server) -> None:
+    """Also if it is called as if its save had not ended: `repair`, a manifest and a bucket had not. A copy has none."""
+    step = tmp_path / "step"
+    step.mkdir()
+    torch.save({"w": torch.ones(4)}, step / "model.pt")
+    torch.save({"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}, step / "tmp_model.pt")
+    shutil.copy(step / "model.pt", step / "model.pt.part")
+    torch.save({"last_epoch": 3, "base_lrs": [0.5]}, step / "scheduler.pt")
+    names = {"model.pt", "scheduler.pt", "tmp_model.pt"}
+    ckpttool.repair(step, tmp_path / "repaired")
+    assert {one.name for one in (tmp_path / "repaired").iterdir()} == names
+    ckpttool.verify(step, write_manifest=tmp_path / "m.json")
+    assert {*json.loads((tmp_path / "m.json").read_text())["files"]} == names
+    ckpttool.convert(step, "s3://bucket/step", producer="same")
+    assert {*server.names()} == {f"step/{name}" for name in names}
+    for number in (1, 2):
+        shutil.copytree(step, tmp_path / "run" / f"step_{number}")
+    ckpttool.prune(tmp_path / "run", keep_last=1, drop=["model"], yes=True)
+    assert {one.name for one in (tmp_path / "run" / "step_1").iterdir()} == {"scheduler.pt", "tmp_model.pt"}
