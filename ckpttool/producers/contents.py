@@ -58,7 +58,7 @@ _RANK = re.compile(
 _NUMBER = re.compile(r"[._-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<shard>\d{5})-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth)")
 _SUFFIX = re.compile(
-    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|npz?|memmap|json|ya?ml|txt|model|state|zip|nemo)\b)+"
+    r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|dump|np[yz]?|memmap|json|ya?ml|txt|model|state|zip|nemo)\b)+"
 )
 _INDEX = re.compile(r".*\.index\.json")
 _PIECES = r"(?:.*/)?(ckpttool\.json|shard-\d+-model-\d+-of-\d+\.safetensors)"
@@ -369,7 +369,7 @@ def stem(component: Component, step: int | None = None) -> Path:
     if component.kind == "rank files":
         base = re.sub(r"[._-]?(world_?size[._-]?\d+[._-])?([a-z]p_?)?(rank|dp|sdp)?[._=-]?\*", "", base, flags=re.I)
     if step is not None:
-        base = re.sub(rf"(?<!\d)0*{step}(?!\d)", "", base)
+        base = re.sub(rf"[._=-]?(?<!\d)0*{step}(?!\d)", "", base)
     base = base.strip("._-= ")
     above = [*filter(None, (re.sub(r"[._-]?\*", "", folder) for folder in folders))]
     return tuple([*above, base] if base or not above else above)

@@ -671,3 +671,16 @@ def test_tensors_have_the_name_that_a_document_beside_them_has_too(tmp_path: Pat
     }  # fmt: skip
     (model,) = models(ckpttool.inspect(tmp_path)).counted
     assert sum(tensor.numel for tensor in model.parameters()) == 12
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".npy"])
+def test_a_file_for_each_tensor_of_a_model(suffix: str, tmp_path: Path) -> None:
+    """The first number of `0.weight.pt`, `3.weight.pt` was a step: of four layers the last one was read."""
+    layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    model = torch.nn.Sequential(*layers)
+    for name, tensor in model.state_dict().items():
+        (np.save if suffix == ".npy" else lambda path, one: torch.save(one, path))(tmp_path / f"{name}{suffix}", tensor)
+    opened = ckpttool.inspect(tmp_path)
+    assert {entry.name for entry in opened.entries.values()} == {*model.state_dict()}
+    (one,) = models(opened).counted
+    assert sum(tensor.numel for tensor in one.parameters()) == sum(one.numel() for one in model.parameters())
