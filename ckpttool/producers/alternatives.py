@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from posixpath import splitext
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
@@ -130,6 +131,7 @@ def _newest(every: Sequence[list[str]], pointed: set[str]) -> list[str] | None:
     words = {names[0]: _said(names[0]) for names in every}
     candidates = (
         [names for names in every if not pointed.isdisjoint(names)],
+        [names for names in every if LAST.fullmatch(splitext(names[0].rpartition("/")[2])[0])],
         [names for names in every if LAST.search(words[names[0]])],
         [names for names in every if not words[names[0]]],
     )

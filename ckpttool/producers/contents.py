@@ -55,7 +55,7 @@ _RANK = re.compile(
     r"(?<![a-z])(?:(?:world_?size[._-]?(?P<world>\d+)[._-])?(?:[a-z]p_)?rank|dp|sdp)[._=-]?(?P<rank>\d{1,6})(?!\d)",
     re.I,
 )
-_NUMBER = re.compile(r"[._-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
+_NUMBER = re.compile(r"[._/-](?P<rank>\d{1,6})(?=\.[^/]*$|$)")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<shard>\d{5})-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth)")
 _SUFFIX = re.compile(
     r"(?<=.)(\.(safetensors|pth?|th|bin|ckpt|tar|pkl|pickle|p|dump|np[yz]?|memmap|json|ya?ml|txt|model|state|zip|nemo)\b)+"
@@ -255,7 +255,7 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
     for name, of_rank in rank_sets(filter(None, (_rank_in(n) for n in names if not n.endswith("/")))).items():
         before = name.partition("*")[0]
         is_named = _RANK.search(f"{before}0") is not None
-        is_own = parts.kind_of_key(before.rstrip("._-").rpartition("/")[2]) in parts.PER_RANK
+        is_own = parts.kind_of_key(before.rstrip("._-/").rpartition("/")[2]) in parts.PER_RANK
         ranks = [int(match["rank"]) for match in of_rank]
         # Of what each rank has of its own, one of several may be missing.
         is_counted = ranks == [*range(len(ranks))] or (is_own and not ranks[0] and ranks[-1] < 2 * len(ranks))

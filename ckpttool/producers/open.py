@@ -229,7 +229,11 @@ def _others(
             if not ended(location.name):  # what a save left that did not end, or has not yet
                 found[location] = error
         else:
-            is_checkpoint = tensors <= own and is_most and not kinds.isdisjoint(("model", "optimizer"))
+            is_checkpoint = (
+                tensors <= own
+                and (is_most or run.is_copy(location.name))
+                and not kinds.isdisjoint(("model", "optimizer"))
+            )
             if not is_checkpoint if tensors else kinds - {"progress", "other"}:
                 found[location] = None
     return found

@@ -112,6 +112,12 @@ class RunDirectory:
         name = _masked(self.chosen.name) if self.chosen is not None else ""
         return [one for one in self.checkpoints if _masked(one.name) != name]
 
+    def is_copy(self, name: str) -> bool:
+        """Return whether a file is called as one of the chosen checkpoint, with a word in place of its step:
+        `latest_net_G.pth` beside `10_net_G.pth`."""
+        files = (self.chosen.files or (self.chosen.name,)) if self.chosen is not None else ()
+        return COPY.sub("#", name) in map(_masked, files)
+
     def locations(self, checkpoint: RunCheckpoint) -> list[Location]:
         """Return the files of a checkpoint, or its folder."""
         return [self.directory.at(name) for name in checkpoint.files] or [checkpoint.path]
@@ -199,6 +205,8 @@ def inside(directory: Directory) -> list[RunCheckpoint]:
     """Return the checkpoints of the runs one level below a directory, the newest complete one first."""
     found: list[RunCheckpoint] = []
     for name in directory.folders[:_MAX_FOLDERS]:
+        if kind_of_key(name) in PER_RANK:
+            continue  # `rng/0.pt rng/1.pt` are of ranks
         with suppress(CkptError):
             found += search(directory.folder(name))[1]
     return sorted(found, key=lambda checkpoint: (checkpoint.complete, checkpoint.step or 0), reverse=True)

@@ -684,3 +684,48 @@ def test_a_file_for_each_tensor_of_a_model(suffix: str, tmp_path: Path) -> None:
     assert {entry.name for entry in opened.entries.values()} == {*model.state_dict()}
     (one,) = models(opened).counted
     assert sum(tensor.numel for tensor in one.parameters()) == sum(one.numel() for one in model.parameters())
+
+
+def test_generators_of_ranks_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    """`rng/0.pt rng/1.pt` were checkpoints of a run inside, and the directory was none."""
+    step = saved(tmp_path / "ckpt-0500", ranks=2)
+    (step / "rng").mkdir()
+    for rank in (0, 1):
+        (step / f"rng_{rank}.pt").rename(step / "rng" / f"{rank}.pt")
+    opened = ckpttool.inspect(step)
+    assert kinds(step)["rng"] == {"rng"} and ("rng", "rank1", "torch") in opened.entries
+    ckpttool.convert(step, tmp_path / "same", producer="same", check=True)
+    assert sorted(one.name for one in (tmp_path / "same" / "rng").iterdir()) == ["0.pt", "1.pt"]
+
+
+def test_the_latest_networks_beside_those_of_each_step_are_copies(tmp_path: Path) -> None:
+    """As pix2pix and CycleGAN save them: each of several files was other state, and counted."""
+    for epoch in ("5", "10", "latest"):
+        for name in ("G_A", "D_A"):
+            torch.save(torch.nn.Linear(4, 3).state_dict(), tmp_path / f"{epoch}_net_{name}.pth")
+    opened = ckpttool.inspect(tmp_path)
+    assert kinds(tmp_path)["model"] == {"net_G_A", "net_D_A"}
+    (warning,) = (one for one in opened.warnings if one.kind == "chosen")
+    assert "latest_net_G_A.pth" in warning.text
+
+
+def test_the_last_of_a_run_has_no_number(tmp_path: Path) -> None:
+    """As kohya's sd-scripts save: `last.safetensors` is the end of it."""
+    for name in ("last-000002", "last-000004", "last"):
+        save_file(
+            {"lora_unet_a.lora_down.weight": torch.full((2, 8), float(len(name)))}, tmp_path / f"{name}.safetensors"
+        )
+    (taken,) = (one["name"] for one in ckpttool.inspect(tmp_path).facts["run"] if one["taken"])
+    assert taken == "last.safetensors"
+
+
+def test_master_weights_of_half_a_model_do_not_count(tmp_path: Path) -> None:
+    master = torch.nn.Linear(4, 3)
+    half = {name: one.half() for name, one in master.state_dict().items()}
+    optimizer = torch.optim.AdamW(master.parameters())
+    master(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": half, "master_params": [*master.parameters()], "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    (model,) = models(ckpttool.inspect(tmp_path / "a.pt")).counted
+    assert model.part.root == ("model",) and sum(tensor.numel for tensor in model.parameters()) == 15
