@@ -340,6 +340,8 @@ def training(part: Part, entries: Iterable[Entry]) -> _Trained:
             owner, _, kind = last.rpartition(".")
             if kind in MOMENTS and (owner or len(tail) > 1):
                 result.shapes.setdefault(_key(owner.removeprefix("state.") if owner else tail[-2]), entry.shape)
+            elif (first := last.removeprefix("state.").partition("."))[0] in MOMENTS and first[2]:
+                result.shapes.setdefault(_key(first[2]), entry.shape)  # `exp_avg.0.weight`
         elif last == "params" and "param_groups" in tail:
             result.listed += map(_key, _list(entry))
         elif last == "param_groups":

@@ -1,6 +1,6 @@
 """Recognises what a dict, a list, a tensor or an object is by its content, whatever it is called.
 
-    optimizer    {state, param_groups}, the state alone, flat names `state.0.exp_avg`, `state/0/exp_avg`
+    optimizer    {state, param_groups}, the state alone, flat names `state.0.exp_avg`, `state/0/exp_avg`, `exp_avg.w`
     scheduler    counters: last_epoch with base_lrs, _step_count, ...; an object of torch.optim.lr_scheduler
     rng          uint8[5056] of torch, uint8[16] of CUDA, tuples of Python and numpy, lists of 625 numbers
     model        tensors by dotted names, or with the `_metadata` of a module's state dict; a pickled module
@@ -22,6 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square
 _MOMENTS = frozenset(MOMENTS)
 
 _FLAT_STATE = re.compile(rf"(?s)(?:state[./]|.+[./])(?:.*[./])?(?:{'|'.join(MOMENTS)})")
+_FLAT_BY_MOMENT = re.compile(rf"(?s)(?:state[./])?(?:{'|'.join(MOMENTS)})[./].+")
 _FLAT_REST = re.compile(r"(?s)(?:state|param_groups)[./].+|.+[./]step")
 _GENERATORS = {5056, 816, 16, 44}  # bytes of a generator's state: CPU, CUDA before 2018, CUDA, MPS
 _NUMBERS = {5056, 625, 624}
@@ -188,6 +189,8 @@ def _kind_of_keys(children: dict[Hashable, KeyNode], keys: set[Any]) -> str | No
 def _is_flat_optimizer(node: KeyNode) -> bool:
     """Return whether the names are those of flattened optimizer state: `state.0.exp_avg`, `param_groups.w.lr`."""
     names = [key for key, one in node.children.items() if isinstance(key, str) and not one.children]
+    if names and len(names) == len(node.children) and all(map(_FLAT_BY_MOMENT.fullmatch, names)):
+        return True
     if len(names) < len(node.children) or not any(
         (n.endswith(MOMENTS) and _FLAT_STATE.fullmatch(n)) or n.startswith("param_groups.") for n in names
     ):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.paths import CHECKPOINTS
 
 import ckpttool
+from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue.models import models
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
 
@@ -729,3 +730,22 @@ def test_master_weights_of_half_a_model_do_not_count(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     (model,) = models(ckpttool.inspect(tmp_path / "a.pt")).counted
     assert model.part.root == ("model",) and sum(tensor.numel for tensor in model.parameters()) == 15
+
+
+@pytest.mark.parametrize("spelling", ["{moment}.{name}", "{number}.{moment}"])
+def test_the_state_of_an_optimizer_under_flat_names(spelling: str, tmp_path: Path) -> None:
+    """`exp_avg.0.weight` was a model of as many parameters again; neither was among what there is, at the top."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    states = zip(model.named_parameters(), optimizer.state.values(), strict=True)
+    moments = {
+        spelling.format(name=name, number=number, moment=moment): state[moment]
+        for number, ((name, _), state) in enumerate(states)
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_file(moments, tmp_path / "adam.safetensors")
+    assert kinds(tmp_path) == {"model": {"model"}, "optimizer": {"adam"}}
+    assert summarise(ckpttool.inspect(tmp_path)).holds == "model 15, optimizer of it"

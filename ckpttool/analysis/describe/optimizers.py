@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ckpttool.analysis.describe import hyperparameters
 from ckpttool.analysis.describe.hyperparameters import HyperparameterTable
 from ckpttool.catalogue.entries import Entry, Path, Tensor
+from ckpttool.catalogue.signatures import MOMENTS
 from ckpttool.layout.optimizer.parse import parse_key
 
 
@@ -120,11 +121,17 @@ def optimizers(
     another one has."""
     found: dict[Path, dict[tuple[str, str], StateFigures]] = {}
     for entry in entries:
-        key = parse_key(entry.path, len(entry.part.root)) if isinstance(entry, Tensor) else None
-        if not isinstance(entry, Tensor) or key is None or key.section != "state":
+        if not isinstance(entry, Tensor):
             continue
-        kind = str(key.below[0] if key.below else key.owner)
-        states = found.setdefault(key.root, {})
+        key = parse_key(entry.path, len(entry.part.root))
+        if key is not None and key.section != "state":
+            continue
+        if key is None:  # `0.exp_avg`, `exp_avg.0.weight`: the state alone, under names of one's own
+            words = entry.fqn.split(".")
+            root, kind = entry.part.root, next((word for word in words if word in MOMENTS), words[-1])
+        else:
+            root, kind = key.root, str(key.below[0] if key.below else key.owner)
+        states = found.setdefault(root, {})
         state = states.setdefault((kind, entry.dtype.name), StateFigures(kind, entry.dtype.name))
         state.tensor_count += 1
         if entry.path not in tied:
