@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import add
 
 from ckpttool.errors import UsageError
+from ckpttool.text import meant
 
 _EXAMPLES = {
     "--rename": "write OLD=NEW, such as `--rename 'model.*=*'`",
@@ -49,14 +50,15 @@ def rule(text: str, flag: str) -> tuple[str, str]:
     return left, right
 
 
-def whole_name(pattern: str, names: Iterable[str]) -> str | None:
-    """Return the hint for a pattern of a part of names: the one that matches the whole; None if none does."""
+def pattern_meant(pattern: str, names: Sequence[str], otherwise: str) -> str:
+    """Return the hint for a pattern that matches none of the names: the one that matches the whole of names of which
+    it is a part, a name that is like it, or `otherwise`."""
     begins, ends = f"{pattern}.*", f"*.{pattern}"
     for whole in (begins, ends, f"*.{begins}") if not pattern.startswith("re:") else ():
         matches = compile_pattern(whole).fullmatch
         if any(map(matches, names)):
             return f"a pattern is of whole names: did you mean `'{whole}'`?"
-    return None
+    return meant(pattern, names, otherwise)
 
 
 def renamer(rules: Sequence[str]) -> Callable[[str], str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Part
-from ckpttool.catalogue.patterns import any_of, renamer, rule, whole_name
+from ckpttool.catalogue.patterns import any_of, pattern_meant, renamer, rule
 from ckpttool.errors import UsageError
 from ckpttool.layout import select
 from ckpttool.layout.rename import rename_entries, strip_wrappers
-from ckpttool.text import meant, some
+from ckpttool.text import some
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ def check_matches(flag: str, patterns: Sequence[str], *planned: Catalogue) -> No
 
 
 def _matches_nothing(message: str, text: str, names: Sequence[str]) -> UsageError:
-    if hint := whole_name(text, names):
-        return UsageError(message, hint=hint)
     example = f"names here are like `{names[len(names) // 2]}`" if names else "nothing is left"
-    return UsageError(message, hint=meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them"))
+    return UsageError(
+        message, hint=pattern_meant(text, names, f"{example}; `ckpttool inspect --tensors '*'` lists them")
+    )
 
 
 def filtered(selection: Selection, *planned: Catalogue) -> list[Catalogue]:

@@ -188,13 +188,12 @@ def convert(
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
         sources = (src, model_from, optim_from)
         with publish.place(dst, hub, token, how, coordinator, *sources) as place:
-            arguments.check_apart(place.path, *sources)  # or the hint would lead to this error
             target = _target(to, producer, place.path)
             _check_arguments(place.path, target, options)
             _check_like(options, model_from, optim_from)
             result = Conversion(src, "", place.path, target.name, processes=coordinator.size, dry_run=dry_run)
             with (
-                write.destination(result, target, place.options, *sources, run, is_first=coordinator.is_first),
+                write.destination(result, target, place.options, run, is_first=coordinator.is_first),
                 write.open_sources(src, shapes, model_from, optim_from) as opened,
                 ExitStack() as stack,
             ):

@@ -15,7 +15,7 @@ from ckpttool.analysis.describe.listing import ALL, Listing
 from ckpttool.analysis.describe.summary import damage, summarise
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue.entries import Catalogue, File, Tensor
-from ckpttool.catalogue.patterns import whole_name
+from ckpttool.catalogue.patterns import pattern_meant
 from ckpttool.catalogue.validation import stop_at_denied, validate
 from ckpttool.catalogue.warning import Kind, Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
@@ -27,7 +27,7 @@ from ckpttool.reports.report import Block, Column, Findings
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage.stores import locate, path_text
-from ckpttool.text import meant, plural, some
+from ckpttool.text import plural, some
 
 
 @dataclass(repr=False)
@@ -62,7 +62,7 @@ class Inspection(Result):
         objects = self.listing.objects(self.catalogue) if with_objects else []
         if not (self.tensors or by_name.tensors(self.catalogue) or objects) and by_name.globs:
             names = [tensor.name for tensor in self.catalogue.tensors]
-            hint = whole_name(by_name.globs[0], names) or meant(by_name.globs[0], names, "`--tensors '*'` lists all")
+            hint = pattern_meant(by_name.globs[0], names, "`--tensors '*'` lists all")
             raise UsageError(f"`{self.path}`: no tensor matches `{by_name.globs[0]}`", hint=hint)
 
     def json(self) -> Iterator[str]:

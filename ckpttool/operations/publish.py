@@ -68,6 +68,12 @@ def check_in_store(text: str) -> str:
     return text
 
 
+def add_sent(result: Conversion, sent: Any) -> None:
+    """Add what a store says of the files that were sent, and its remarks if it has any."""
+    result.sent = sent
+    result.notes += getattr(sent, "notes", ())
+
+
 def check_options(dst: str, remote: Mapping[str, Any]) -> None:
     """Raise UsageError for options of stores at a destination of this machine, and for those that exclude each
     other."""
@@ -201,8 +207,7 @@ class _Staged(LocalDestination):
             return
         result.notes[:] = map(self.renamed, result.notes)
         if self.sent is not None:
-            result.sent = self.sent
-            result.notes += getattr(self.sent, "notes", ())
+            add_sent(result, self.sent)
         elif self.obstacle is not None:
             write.note_obstacle(result, self.obstacle)
         elif result.dry_run:
@@ -244,13 +249,13 @@ def place(
     """
     check_options(dst, remote)
     with user(token):
+        arguments.check_apart(dst, *sources)
         if not stores.is_remote(dst):
             yield LocalDestination(dst, dst, how)
             return
         if how.manifest is not None:
             hint = f"`ckpttool verify {dst} --write-manifest FILE` writes it afterwards"
             raise UsageError("`--manifest` is for a destination on this machine", hint=hint)
-        arguments.check_apart(dst, *sources)
         location = stores.destination(dst)
         taken = location.store.options
         if how.resume and "resume" not in taken:

@@ -30,7 +30,7 @@ from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.findings import Finding
 from ckpttool.catalogue.parts import stop_at_absent
-from ckpttool.catalogue.patterns import whole_name
+from ckpttool.catalogue.patterns import pattern_meant
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import CkptError, UsageError
@@ -42,7 +42,7 @@ from ckpttool.producers import open
 from ckpttool.producers.runs import chosen_steps
 from ckpttool.storage import files
 from ckpttool.storage.stores import locate, path_text
-from ckpttool.text import meant, some
+from ckpttool.text import some
 from ckpttool.transfer.execute import DEFAULT_THREADS
 from ckpttool.transfer.threads import Progress
 
@@ -191,7 +191,7 @@ def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:
         patterns = [*selection.tensors, *(f"--exclude {pattern}" for pattern in selection.exclude)]
         names = [tensor.name for tensor in catalogue.tensors]
         otherwise = "`ckpttool inspect PATH --tensors '*'` lists the tensors"
-        hint = whole_name(patterns[0], names) or meant(patterns[0], names, otherwise)
+        hint = pattern_meant(patterns[0], names, otherwise)
         raise UsageError(f"no tensor matches {some(patterns)}", hint=hint)
     return selected
 

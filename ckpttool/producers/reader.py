@@ -127,7 +127,7 @@ def _too_few_ranks(layout: Layout, directory: Directory, world_size: int) -> Ite
 class _Opening:
     """Opens the components of a layout one after the other. `warnings` have the components that each is of, `faults`
     are the errors of those that cannot be opened, `unused` the files in the folders of components that are of none,
-    `lacking` what is missing beside components, by their folders."""
+    `lacking` the files that are missing beside components, with what each has, by their folders."""
 
     directory: Directory
     components: list[Component]
@@ -136,7 +136,7 @@ class _Opening:
     faults: list[CkptError] = field(default_factory=list)
     mounted: list[Mounted] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    lacking: dict[tuple[str, str], list[Component]] = field(default_factory=dict)
+    lacking: dict[tuple[str, str, str], list[Component]] = field(default_factory=dict)
 
     def source(self) -> Source:
         path = self.directory.path
@@ -180,8 +180,8 @@ class _Opening:
         catalogue = source.catalogue
         folder = component.name if component.name.endswith("/") else ""
         self.unused.extend(f"{folder}{name}" for name in catalogue.facts.pop("unused", ()))
-        if (file := catalogue.facts.pop("lacks", None)) is not None:
-            self.lacking.setdefault((component.name.rpartition("/")[0], file), []).append(component)
+        if (lost := catalogue.facts.pop("lacks", None)) is not None:
+            self.lacking.setdefault((component.name.rpartition("/")[0], *lost), []).append(component)
         if component.spare and (twin := twins.find(source, combined, [one.root for one in self.mounted])) is not None:
             source.close()
             model = f"`{dotted(twin.root)}`" if twin.root else "the model"
@@ -206,12 +206,11 @@ class _Opening:
         """Yield an error for each folder with two or more parts of a training state, or of a model with an index, and
         without the file that has the rest. Models alone, or parts under other names than those of a state, may have
         been copied from one, or several: each has a warning."""
-        for (_, file), found in self.lacking.items():
+        for (_, file, rest), found in self.lacking.items():
             is_of_state = not file.endswith(".index.json")
             names = (_OF_STATE.fullmatch(one.name.rpartition("/")[2]) for one in found)
             is_part = any(match is not None and match[1] != "model" for match in names)
             if len(found) > 1 and (is_part or not is_of_state):
-                rest = "all but the tensors of the training state" if is_of_state else "what its files do not say"
                 concerns = [dotted(one.root) for one in found if one.root != ("model",) or not is_of_state]
                 yield incomplete(f"`{file}` is missing, which has {rest}", self.directory, concerns=concerns)
 

@@ -158,9 +158,8 @@ class OpenDirectory:
                 n = min(here.nbytes // 4, elements)
                 if not pieces or not n:
                     continue
-                begin, nbytes = sum(map(mul, offsets, strides)) * ref.dtype.itemsize, n * ref.dtype.itemsize
-                masters = rounded(self.read(here, 4 * n), ref.dtype.name)
-                if masters is not None and masters != self.read(there._replace(offset=there.offset + begin), nbytes):
+                begin = sum(map(mul, offsets, strides))
+                if self._rounds_to(here, there, ref, 0, begin, n) is False:
                     other = self.catalogue.files[here.file].name
                     text = f"`{spelt(name)}` in `{file.name}` is not that of `{other}`, rounded{why}"
                     # Of one step a script may have put the averages there.
@@ -179,12 +178,18 @@ class OpenDirectory:
             masters, there = masters._replace(strides=None), there._replace(strides=None)
         if not (masters.plain and there.plain) or line.dtype.name != "float32":
             return False
-        n, size = min(numel, _LEAST), ref.dtype.itemsize
-        for at in {0, numel - n}:
-            own = self.read(masters._replace(offset=masters.offset + 4 * (start + at)), 4 * n)
-            if rounded(own, ref.dtype.name) != self.read(there._replace(offset=there.offset + at * size), n * size):
-                return False
-        return True
+        n = min(numel, _LEAST)
+        return all(self._rounds_to(masters, there, ref, start + at, at, n) for at in {0, numel - n})
+
+    def _rounds_to(
+        self, masters: Extent, there: Extent, ref: TensorRef, start: int, other_start: int, count: int
+    ) -> bool | None:
+        """Return whether `count` float32 elements are those of another tensor if they are rounded to its dtype; None if
+        that is not of floats."""
+        size = ref.dtype.itemsize
+        own = rounded(self.read(masters._replace(offset=masters.offset + 4 * start), 4 * count), ref.dtype.name)
+        other = there._replace(offset=there.offset + size * other_start)
+        return None if own is None else own == self.read(other, count * size)
 
     def compare_same(self, name: str, one: Rebuilt, other: Rebuilt) -> None:
         """Add a fault if two files do not begin with the same elements of a parameter."""

@@ -121,7 +121,7 @@ class HeaderMerger:
                 of, rest = _REST if name == state_json.NAME else _MORE
                 text = f"a part of a {of}: `{name}`, which has {rest}, is not beside it"
                 self.catalogue.warnings.append(Warning("missing-part", text))
-                self.catalogue.facts["lacks"] = name
+                self.catalogue.facts["lacks"] = name, rest
         remarks: dict[str, str] = {}
         metadata = self.metadata | (ties or {})
         if root := _root(metadata.get(sharding.ROOT)):
@@ -323,8 +323,9 @@ def _open_listed(root: Location, names: Sequence[str]) -> Catalogue:
         reader.add(name)
     catalogue = reader.finish()
     if len(names) > 1:
-        if (lost := catalogue.facts.get("lacks", "")).endswith(index.SUFFIX):
-            raise CorruptError(f"`{root / lost}` is missing, which has {_MORE[1]}", hint=_LAST, file=lost)
+        lost, rest = catalogue.facts.get("lacks", ("", ""))
+        if lost.endswith(index.SUFFIX):
+            raise CorruptError(f"`{root / lost}` is missing, which has {rest}", hint=_LAST, file=lost)
         text = f"there is no index: {len(names)} files are taken as one checkpoint"
         catalogue.warnings.append(Warning("no-index", text))
     return catalogue

@@ -288,9 +288,9 @@ def _send(plan: Export, remote: Mapping[str, Any], how: WriteOptions, sending: P
     location = stores.destination(result.destination)
     options = publish.accepted(location, remote, how.overwrite)
     outgoing = plan.files if location.store.is_versioned else in_order(plan.files)
-    result.sent = location.publish(
+    sent = location.publish(
         outgoing, **options, dry_run=result.dry_run, progress=progress, unless_there=plan.unless_there
     )
-    result.notes += getattr(result.sent, "notes", ())
+    publish.add_sent(result, sent)
     if remote.get("stage") is None:
         result.file_bytes = max((file.size for file in plan.files if file.gather is None), default=0)

@@ -193,7 +193,7 @@ def reshard(
             place = stack.enter_context(publish.place(dst, hub, token, how, coordinator, src, other))
             result = Resharding(src, "", place.path, "", dry_run=dry_run, processes=coordinator.size)
             how = place.options
-            stack.enter_context(write.destination(result, target, how, src, other, is_first=is_first))
+            stack.enter_context(write.destination(result, target, how, is_first=is_first))
             opened = stack.enter_context(write.open_sources(src, shapes))
             agreement.share_source(coordinator, src, opened.source.catalogue)
             target = row or _same_format(opened.source.catalogue)
