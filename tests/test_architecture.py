@@ -359,8 +359,6 @@ def test_one_door_from_a_catalogue_to_values() -> None:
         and any(call.endswith((".read_into", ".read_rows", ".read_counted", "pool.read")) for call in calls(tree))
     }
     assert reading == {
-        "analysis.describe.copies",
-        "models.ties",
         "operations.repair",
         "operations.verify.payloads",
         "training.read",

@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.layout.move import derived, rebuilt
 from ckpttool.storage.files import Pool
 from ckpttool.text import some
-from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import are_equal, samples
 
 # Names of embeddings and of the heads that may be tied to them; the first that matches is the one to keep; of other
 # names, too, before a head.
@@ -32,7 +30,6 @@ _RANKS = tuple(
     )
 )
 _HEAD = len(_RANKS) - 1  # an output head is kept in place of nothing that it is tied to
-TILE = 1 << 20  # elements that are read at once
 _FIRST = 1 << 12  # bytes that differ between most tensors
 
 SameBytes = Callable[[Tensor, Tensor], bool]
@@ -127,11 +124,7 @@ def same_bytes(source: Source, one: Tensor, other: Tensor) -> bool:
         start, other_start = (beginning(source, pool, tensor) for tensor in pair)
         if not start.startswith(other_start) and not other_start.startswith(start):
             return False
-        for box in tiles(boxes.whole(one.shape), TILE):
-            bits, other_bits = (read_box(box, tensor, source, pool).tobytes() for tensor in pair)
-            if bits != other_bits:
-                return False
-    return True
+    return are_equal(pair[0], source, pair[1], source)
 
 
 def beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
@@ -143,4 +136,4 @@ def beginning(source: Source, pool: Pool, tensor: Tensor) -> bytes:
     if any(chunk.offsets) or not extent.plain:
         return b""
     row = (chunk.sizes[-1] if chunk.sizes else 1) * tensor.dtype.itemsize
-    return pool.read(source.catalogue.files[extent.file].location, extent.offset, min(row, extent.nbytes, _FIRST))
+    return next(samples(extent, source, pool, min(row, _FIRST)))

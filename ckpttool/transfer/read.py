@@ -37,6 +37,14 @@ def are_equal(tensor: Tensor, source: Source, other: Tensor, other_source: Sourc
         return all(one.tobytes() == another.tobytes() for (_, one), (_, another) in pairs)
 
 
+def samples(extent: Extent, source: Source, pool: Pool, nbytes: int, places: int = 1) -> Iterator[bytes]:
+    """Yield so many bytes of an extent as they lie in its file, at its start; of several `places` also at its end, and
+    between. They are no elements, and numpy is not imported. Raises CorruptError when a file is too short."""
+    location, last = source.catalogue.files[extent.file].location, max(0, extent.nbytes - nbytes)
+    for start in sorted({last * place // max(1, places - 1) for place in range(places)}):
+        yield pool.read(location, extent.offset + start, min(nbytes, extent.nbytes))
+
+
 def read_box(box: Box, tensor: Tensor, source: Source, pool: Pool) -> Array:
     """Return the elements of one box of a tensor as a contiguous array of the type `unsigned(tensor.dtype)`.
 

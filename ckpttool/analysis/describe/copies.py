@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import chain, islice
 
 from ckpttool.analysis.describe.warnings import probably_tied, untrained_pairs
 from ckpttool.catalogue.aliases import find_aliases
-from ckpttool.catalogue.entries import Extent, Tensor
+from ckpttool.catalogue.entries import Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError
 from ckpttool.storage.files import Pool
+from ckpttool.transfer.read import samples
 
 _TIED, _COMPARED = 8, 4  # weights, and shards of each, that are compared
 _SAMPLES, _SAMPLE = 3, 1 << 10  # places of a shard without a checksum, and the bytes at each
@@ -56,17 +58,7 @@ def _same(source: Source, copy: Tensor, original: Tensor, pairs: Sequence[tuple[
     if not all(one.plain and other.plain for one, other in found):
         return ""
     with closing(Pool()) as pool:
-        is_same = all(_same_samples(source, pool, *extents) for extents in found)
+        read = partial(samples, source=source, pool=pool, nbytes=_SAMPLE, places=_SAMPLES)
+        pieces = chain.from_iterable(zip(read(one), read(other), strict=True) for one, other in found)
+        is_same = all(one == other and len({*one}) >= _DISTINCT for one, other in pieces)
     return f"bytes in {_SAMPLES} samples" if is_same else ""
-
-
-def _same_samples(source: Source, pool: Pool, one: Extent, other: Extent) -> bool:
-    last = max(0, one.nbytes - _SAMPLE)
-    for start in sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)}):
-        first, second = (
-            pool.read(source.catalogue.files[extent.file].location, extent.offset + start, min(_SAMPLE, extent.nbytes))
-            for extent in (one, other)
-        )
-        if first != second or len({*first}) < _DISTINCT:
-            return False
-    return True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.layout import rechunk
-from ckpttool.models.ties import TILE, beginning, same_bytes
+from ckpttool.models.ties import beginning, same_bytes
 from ckpttool.storage.files import Pool
-from ckpttool.transfer.plan import tiles
-from ckpttool.transfer.read import read_box
+from ckpttool.transfer.read import read_tiles
 
 
 def find_twins(source: Source, planned: Catalogue, *, everywhere: bool = False) -> dict[Path, Path]:
@@ -41,9 +39,8 @@ def find_twins(source: Source, planned: Catalogue, *, everywhere: bool = False) 
 def _is_constant(source: Source, tensor: Tensor, pool: Pool) -> bool:
     """Return whether all elements of a tensor are the same. Reads up to the first that differs."""
     first = None
-    for box in tiles(boxes.whole(tensor.shape), TILE):
-        bits = read_box(box, tensor.origin or tensor, source, pool).reshape(-1)
-        first = bits[0] if first is None else first
+    for _, bits in read_tiles(tensor.origin or tensor, source, pool):
+        first = bits.flat[0] if first is None else first
         if (bits != first).any():
             return False
     return True
