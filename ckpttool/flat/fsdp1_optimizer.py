@@ -38,6 +38,7 @@ from ckpttool.flat.pieces import (
     Trees,
     Unit,
     is_line,
+    is_of_elements,
     lined_up,
     of_two_saves,
     rebuild,
@@ -191,7 +192,7 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
     by_rank = {rank: state for rank in ranks if isinstance(state := trees[rank].get("state", {}).get(key), dict)}
     lengths: dict[int, int] = {}
     for rank, state in by_rank.items():
-        shapes = {name: value.shape for name, value in state.items() if _is_piece(value)}
+        shapes = {name: value.shape for name, value in state.items() if is_of_elements(value)}
         if len(set(shapes.values())) > 1:
             sizes = ", ".join(f"`{name}` {list(shape)}" for name, shape in shapes.items())
             message = f"optimizer state {spelt(key)} of rank {rank} is not of one size: {sizes}"
@@ -200,10 +201,6 @@ def _slot(key: Any, trees: Trees, ranks: Sequence[int]) -> _Slot:
         if shapes:
             lengths[rank] = prod(next(iter(shapes.values())))
     return _Slot(key, by_rank, tuple(lengths.get(rank, 0) for rank in ranks) if lengths else None)
-
-
-def _is_piece(value: Any) -> bool:
-    return isinstance(value, TensorRef) and len(value.shape) > 0
 
 
 # Which is which -------------------------------------------------------------------------------------------------------
@@ -304,7 +301,7 @@ def _state(slot: _Slot, owner: Counted, place: Place, ranks: Sequence[int]) -> d
             message = f"{slot.says(key)} is there on rank {min(values)}, but not on rank {lacking}"
             raise of_two_saves(message, key=key)
         whole = isinstance(owner, Parameter) and not owner.certain
-        if whole or not any(map(_is_piece, values.values())):
+        if whole or not any(map(is_of_elements, values.values())):
             rebuilt: Mapping[str, Any] = dict.fromkeys(states, _shared(key, slot, values, place))
         else:
             pieces = _pieces(key, slot, owner, values, ranks)

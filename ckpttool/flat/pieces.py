@@ -165,6 +165,11 @@ def of_two_saves(message: str, **facts: Any) -> CorruptError:
     return CorruptError(message, hint="the files are of different saves", **facts)
 
 
+def is_of_elements(value: Any) -> bool:
+    """Return whether a value of an optimizer's state is of the elements of a parameter or a group: no step. Pure."""
+    return isinstance(value, TensorRef) and len(value.shape) > 0
+
+
 def is_line(value: Any) -> bool:
     """Return whether a value is a tensor of one dimension without gaps, as all pieces are. Pure."""
     return isinstance(value, TensorRef) and len(value.shape) == 1 and boxes.is_row_major(value.shape, value.strides)

@@ -21,7 +21,7 @@ from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.flat import zero_partitions as partitions
-from ckpttool.flat.pieces import PieceColumns, Place, Rebuilt, is_line
+from ckpttool.flat.pieces import PieceColumns, Place, Rebuilt, is_line, is_of_elements
 from ckpttool.flat.zero_partitions import Line, Partition
 from ckpttool.serialization.torch_pickle import StorageRef, TensorRef
 from ckpttool.text import plural, rank_ranges
@@ -213,11 +213,6 @@ def of_group(state: Mapping[str, Any], number: int) -> dict[str, Any]:
 def as_dict(value: Any) -> dict[Any, Any]:
     """Return a value that is a dict, and an empty one for any other."""
     return value if isinstance(value, dict) else {}
-
-
-def is_of_elements(value: Any) -> bool:
-    """Return whether a value of the state is of the elements of a group."""
-    return isinstance(value, TensorRef) and len(value.shape) > 0
 
 
 def names_of(group: Mapping[str, Any], shapes: list[dict[str, Ints]], file: str) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from ckpttool.catalogue.patterns import any_of
 from ckpttool.catalogue.validation import stop_at_fault
 from ckpttool.errors import CkptError, UsageError, require
 from ckpttool.producers.open import open_source
-from ckpttool.storage.crc import crc32, crc_of
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import locate
 from ckpttool.text import html_table, plural, size
@@ -345,7 +345,7 @@ class Checkpoint(Subtree):
                         used.add(extent.record, extent.offset, extent.nbytes, None)
         files.note(used.records(), used)
         for number in files.complete():
-            files.check(number, lambda location, *run: crc_of(partial(self._pool.read_into, location), *run))
+            files.check(number, self._pool.crc_of)
 
     def close(self) -> None:
         """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""

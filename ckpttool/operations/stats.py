@@ -15,7 +15,7 @@ from ckpttool.analysis.describe import summary
 from ckpttool.analysis.statistics import cached
 from ckpttool.analysis.statistics.collect import GroupKey, TensorGroup, collect
 from ckpttool.analysis.statistics.findings import findings, uneven_ranks
-from ckpttool.analysis.statistics.places import NO_NAMES, Names
+from ckpttool.analysis.statistics.places import parameter_names
 from ckpttool.analysis.statistics.results import (
     CONDITION,
     GroupStatistics,
@@ -33,8 +33,7 @@ from ckpttool.catalogue.parts import stop_at_absent
 from ckpttool.catalogue.patterns import pattern_meant
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
-from ckpttool.errors import CkptError, UsageError
-from ckpttool.layout.optimizer.names_of_ids import parameters_of_ids
+from ckpttool.errors import UsageError
 from ckpttool.layout.select import matching
 from ckpttool.layout.selection import Selection
 from ckpttool.operations import arguments
@@ -165,7 +164,7 @@ def _collect(result: Stats, reading: _ReadOptions) -> list[Finding]:
 def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Progress | None) -> cached.Rows:
     aliases = find_aliases(selected)
     own = [tensor for tensor in selected if tensor.path not in aliases]
-    parameters = _parameter_names(source.catalogue)
+    parameters = parameter_names(source.catalogue)
     collected, groups = collect(own, source, threads, progress, parameters)
     names = {tensor.path: tensor.name for tensor in selected}
     firsts = [aliases.get(tensor.path) for tensor in selected]
@@ -174,14 +173,6 @@ def _read(selected: Sequence[Tensor], source: Source, threads: int, progress: Pr
         for tensor, first in zip(selected, firsts, strict=True)
     ]
     return tensors, [_group(key, group) for key, group in groups.items()]
-
-
-def _parameter_names(catalogue: Catalogue) -> Names:
-    """Return the names of the parameters that optimizers number; none where the model does not say which is which."""
-    try:
-        return parameters_of_ids(catalogue)
-    except CkptError:
-        return NO_NAMES
 
 
 def _selected(catalogue: Catalogue, selection: Selection) -> list[Tensor]:

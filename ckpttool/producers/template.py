@@ -22,7 +22,6 @@ from ckpttool.layout import select
 from ckpttool.layout.move import relinked
 from ckpttool.serialization import torch_zip, torch_zip_writer, unsafe_globals
 from ckpttool.storage import files
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.stores import Location
 from ckpttool.transfer.read import are_equal
 
@@ -102,7 +101,7 @@ class FileTemplate:
         records = {extent.record for extent in runs.values() if extent.record is not None}
         if records:
             with closing(files.Pool(writing=True)) as pool:
-                known = {r: crc_of(partial(pool.read_into, location), r.offset, r.nbytes) for r in records if r.crc}
+                known = {r: pool.crc_of(location, r.offset, r.nbytes) for r in records if r.crc}
                 archive = torch_zip.open_archive(partial(pool.read, location), 0, size, name=f"`{location}`")
                 pool.write_all(location, [*torch_zip_writer.checksum_patches(archive, size, known)])
 

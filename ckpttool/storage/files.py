@@ -12,13 +12,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.storage import tree, versions
-from ckpttool.storage.crc import crc32
+from ckpttool.storage.crc import crc32, crc_of
 from ckpttool.storage.errors import from_os_error, os_errors
 from ckpttool.storage.versions import Version
 from ckpttool.text import literal
@@ -104,6 +104,10 @@ class Pool:
         buffer = bytearray(nbytes)
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
+
+    def crc_of(self, path: str, offset: int, nbytes: int) -> int:
+        """Return the CRC-32 of `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
+        return crc_of(partial(self.read_into, path), offset, nbytes)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`. Raises CorruptError when the file ends before."""

@@ -10,7 +10,6 @@ from array import array
 from functools import partial
 
 from ckpttool.catalogue.entries import Record
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.training import collectives
 from ckpttool.training.read import Reader
@@ -71,7 +70,7 @@ def check_files(whole: WholeFiles, pool: Pool | None) -> None:
                 whole.unpack(rows[rank])
         for number in whole.complete():
             if number % len(readers) == readers.index(own):
-                whole.check(number, lambda location, *run: crc_of(partial(pool.read_into, location), *run))
+                whole.check(number, pool.crc_of)
 
     collectives.all_gather_of(check_own)
 
@@ -91,6 +90,5 @@ def _check(record: Record, read: Pieces, reader: Reader, gap: int) -> bool:
     if read.unread(record) > gap:
         return False
     catalogue = reader.source.catalogue
-    read_into = partial(reader.pool.read_into, catalogue.files[record.file].location)
-    check(record, read, catalogue, partial(crc_of, read_into))
+    check(record, read, catalogue, partial(reader.pool.crc_of, catalogue.files[record.file].location))
     return True

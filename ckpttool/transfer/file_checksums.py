@@ -156,14 +156,11 @@ def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads
                 if extent.record is not None and extent.record.crc is not None and not extent.checked:
                     read.add(extent.record, extent.offset, extent.nbytes, None)
 
-    def crc_at(location: str, offset: int, nbytes: int) -> int:
-        return crc_of(partial(pool.read_into, location), offset, nbytes)
-
     def check_one(record: Record) -> None:
-        check(record, read, catalogue, partial(crc_at, catalogue.files[record.file].location))
+        check(record, read, catalogue, partial(pool.crc_of, catalogue.files[record.file].location))
 
     records = [record for record in read.records() if is_worth_checking(record, read.used(record))]
     on_threads(iter(records), check_one, threads, Work(sum(record.nbytes for record in records), None))
     files.note(records, read)
     for number in files.complete():
-        files.check(number, crc_at)
+        files.check(number, pool.crc_of)

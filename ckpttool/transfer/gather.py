@@ -11,7 +11,6 @@ from math import prod
 from ckpttool.catalogue import boxes
 from ckpttool.catalogue.entries import Extent, Tensor
 from ckpttool.catalogue.protocols import Source
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.gathered import GatheredFile, Range
 from ckpttool.transfer.execute import Tally, Transferred
@@ -97,12 +96,8 @@ def _check(
         entry.note_read(extent, start, nbytes, crc, tally.digested)
         tally.add(entry, job)
     with closing(Pool()) as pool:
-
-        def read_again(path: str, offset: int, nbytes: int) -> int:
-            return crc_of(partial(pool.read_into, path), offset, nbytes)
-
         for record in tally.read.records():
-            tally.check(record, read_again)
+            tally.check(record, pool.crc_of)
         for number in tally.now_whole(whole):
-            whole.check(number, read_again)
+            whole.check(number, pool.crc_of)
     done(tally.result(sum(nbytes for *_, nbytes in parts)))

@@ -24,7 +24,7 @@ from ckpttool.analysis.differences.results import (
 from ckpttool.analysis.differences.same_files import SameFiles
 from ckpttool.analysis.differences.tensors import BY_BITS, Options, Sources
 from ckpttool.analysis.result import ABSENT
-from ckpttool.analysis.statistics.places import NO_NAMES, Names, module_of
+from ckpttool.analysis.statistics.places import module_of, parameter_names
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
@@ -32,7 +32,6 @@ from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
-from ckpttool.layout.optimizer.names_of_ids import parameters_of_ids
 from ckpttool.layout.select import interchangeable
 from ckpttool.text import rank_ranges, size
 
@@ -138,7 +137,7 @@ class _Comparing:
         compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options, known)
         totals: dict[Part, Total] = {}
         modules: dict[tuple[str, str, str], ModuleDifference] = {}
-        parameters = _parameter_names(self.a)
+        parameters = parameter_names(self.a)
         for a, b in matches:
             number = numbers.get(self._key(a, b))
             if number in failures and options.failures is not None:
@@ -196,14 +195,6 @@ class _Comparing:
         if not only_a and not only_b:
             return None
         return first_a.name if only_a else None, first_b.name if only_b else None
-
-
-def _parameter_names(catalogue: Catalogue) -> Names:
-    """Return the names of the parameters that optimizers number; none where the model does not say which is which."""
-    try:
-        return parameters_of_ids(catalogue)
-    except CkptError:
-        return NO_NAMES
 
 
 def _only(entry: Entry) -> Only:

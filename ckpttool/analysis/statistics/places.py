@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ckpttool.catalogue.entries import Part, Tensor
+from ckpttool.catalogue.entries import Catalogue, Part, Tensor
+from ckpttool.errors import CkptError
+from ckpttool.layout.optimizer.names_of_ids import parameters_of_ids
 
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
@@ -16,6 +18,14 @@ _EXPERTS = re.compile(r"(local_|routed_)?experts?", re.IGNORECASE)
 Names = Mapping[tuple[Part, str], str]
 """The names of the parameters that an optimizer has numbers for, by part and number."""
 NO_NAMES: Names = MappingProxyType({})
+
+
+def parameter_names(catalogue: Catalogue) -> Names:
+    """Return the names of the parameters that optimizers number; none where the model does not say which is which."""
+    try:
+        return parameters_of_ids(catalogue)
+    except CkptError:
+        return NO_NAMES
 
 
 class ModelPlace(NamedTuple):

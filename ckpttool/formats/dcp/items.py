@@ -30,7 +30,7 @@ from ckpttool.serialization.dcp.metadata import IndexItem
 from ckpttool.serialization.safetensors_header import Header
 from ckpttool.serialization.torch_pickle import NewTensor, TensorRef
 from ckpttool.serialization.torch_zip import Archive, Read
-from ckpttool.storage.crc import crc32, crc_of
+from ckpttool.storage.crc import crc32
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import is_away
 
@@ -199,7 +199,7 @@ class Items:
 
     def crc(self, file: int, begin: int, end: int) -> int:
         """Return the computed CRC of a range of bytes."""
-        return crc_of(partial(self._pool.read_into, self._files[file].location), begin, end - begin)
+        return self._pool.crc_of(self._files[file].location, begin, end - begin)
 
     def _label(self, item: IndexItem, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"

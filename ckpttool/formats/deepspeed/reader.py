@@ -15,7 +15,7 @@ from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.flat import zero_partitions as partitions
 from ckpttool.flat import zero_states
-from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line
+from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line, is_of_elements
 from ckpttool.flat.zero_states import (
     NOT_READ,
     OF_OPTIMIZER,
@@ -313,7 +313,7 @@ class _ZeroOpening(OpenDirectory):
         root: Path = (OPTIMIZER, "state")
         for number, group in enumerate(shapes):
             for name in group:
-                shared = {k: v for k, v in of_group(states[rank], number).items() if not zero_states.is_of_elements(v)}
+                shared = {k: v for k, v in of_group(states[rank], number).items() if not is_of_elements(v)}
                 if self.members.universal and not moments[name]:
                     shared.clear()  # what the others of the group have is not its own
                 elif "step" not in shared and "base_optimizer_state_step" in states[rank]:
@@ -342,10 +342,7 @@ class _ZeroOpening(OpenDirectory):
         self._add_scaler(states)
 
     def _compare_shared(self, states: Mapping[int, dict[str, Any]], number: int) -> None:
-        values = {
-            r: {k: v for k, v in of_group(s, number).items() if not zero_states.is_of_elements(v)}
-            for r, s in states.items()
-        }
+        values = {r: {k: v for k, v in of_group(s, number).items() if not is_of_elements(v)} for r, s in states.items()}
         self._same(values, f"state of group {number}")
 
     def _same(self, by_rank: Mapping[int, Any], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ckpttool.catalogue.boxes import Ints, row_major
 from ckpttool.catalogue.entries import Chunks
 from ckpttool.errors import CorruptError, ReadError
-from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line
+from ckpttool.flat.pieces import PieceColumns, Rebuilt, is_line, is_of_elements
 from ckpttool.flat.universal_parameters import odd_ones, unlike
 from ckpttool.flat.zero_states import (
     NOT_READ,
@@ -19,7 +19,6 @@ from ckpttool.flat.zero_states import (
     check_counts,
     divided,
     is_cut,
-    is_of_elements,
     merged,
     shapes_of,
 )

@@ -65,6 +65,15 @@ class Moving:
         if self.progress is not None:
             self.progress(sum(self.done.values()), self.total)
 
+    def progress_of(self, name: str) -> Progress:
+        """Return the callback for the bytes of a file."""
+
+        def progress(done: int, _: int) -> None:
+            self.done[name] = done
+            self.report()
+
+        return progress
+
     def add(self, name: str, moved: Transferred) -> None:
         """Add a file that was read, unless the source has changed. Raises ReadError."""
         files.check_unchanged(self.before)
@@ -126,10 +135,6 @@ def outgoing(
 def _writer(
     name: str, catalogue: Catalogue, head: int, payload: int, moving: Moving, *, keep_order: bool
 ) -> Callable[[Location], str | None]:
-    def progress(done: int, _: int) -> None:
-        moving.done[name] = done
-        moving.report()
-
     def write(path: Location) -> str | None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order, bare=True))
@@ -144,7 +149,7 @@ def _writer(
                 total=payload,
                 threads=moving.threads,
                 memory=moving.memory,
-                progress=progress,
+                progress=moving.progress_of(name),
                 written=None if digest is None else digest.note,
                 whole=moving.whole,
             )
@@ -161,16 +166,12 @@ def _assembler(
     if moving.can_copy is None:
         return None
 
-    def progress(done: int, _: int) -> None:
-        moving.done[name] = done
-        moving.report()
-
     def assemble(path: Location) -> AssembledFile | None:
         assert _SAFE.create is not None
         sink = _SAFE.create(path, catalogue, SinkOptions(one_file=True, keep_order=keep_order, bare=True))
         how = {"threads": moving.threads, "memory": moving.memory}
         filling = FileByFile(
-            sink, moving.source, payload, Coordinator(), [0], moving.can_copy, progress=progress, **how
+            sink, moving.source, payload, Coordinator(), [0], moving.can_copy, progress=moving.progress_of(name), **how
         )
 
         def end() -> None:

@@ -13,7 +13,6 @@ from ckpttool.errors import CkptError
 from ckpttool.operations import manifest as manifests
 from ckpttool.operations.verify.report import Verification
 from ckpttool.serialization.manifest import Hashed, Manifest
-from ckpttool.storage.crc import crc_of
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import Location
 from ckpttool.transfer import digests
@@ -98,7 +97,7 @@ def _crc(run: Verification, location: Location, nbytes: int) -> int:
     for offset, length, crc in zip(at, at, at, strict=True):
         read.add(whole, offset, length, crc)
     with closing(Pool()) as pool:
-        crc = read.crc(whole, partial(crc_of, partial(pool.read_into, location)))
+        crc = read.crc(whole, partial(pool.crc_of, location))
     run.report.hashed_bytes += nbytes
     return crc
 
