@@ -18,6 +18,7 @@ import safetensors.torch
 import same
 import torch
 from same import raw_bytes
+from support.folders import contents
 from support.upstream_readers import (
     dcp_into,
     dcp_whole,
@@ -76,15 +77,10 @@ def assert_same(name: str, found: Any, *, ordered: bool = True) -> None:
     same.assert_same(plain(found, ordered=ordered), plain(expected, ordered=ordered))
 
 
-def content(path: str | Path) -> dict[str, bytes]:
-    root = Path(path)
-    return {str(p): p.read_bytes() for p in ([root] if root.is_file() else sorted(root.rglob("*"))) if p.is_file()}
-
-
 def converted(name: str, to: str, folder: Path, **options: Any) -> Path | None:
     """The sample in another format; None if that has been refused, of dtypes that the format does not have."""
     lost.package()
-    before = content(path_of(name))
+    before = contents(path_of(name))
     try:
         convert(path_of(name), folder / "out", to=to, check=True, drop=LOST.get(name, ()), **options)
     except LossError as error:
@@ -92,7 +88,7 @@ def converted(name: str, to: str, folder: Path, **options: Any) -> Path | None:
         assert os.listdir(folder) == []
         return None
     finally:
-        assert content(path_of(name)) == before
+        assert contents(path_of(name)) == before
     assert (name, to) not in REFUSED
     return folder / "out"
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from support.faults import save_dcp, save_torch
 from support.paths import ROOT
+from support.weights_read import weights_in
 
 # What is done: verb, keywords, name of DST, and whether it goes on from what a killed run has left.
 JOBS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
@@ -74,7 +75,7 @@ def check_whole(path: Path, job: str) -> None:
     elif job == "export":
         found = load_file(path / "model.safetensors")
     elif job.endswith("safetensors"):
-        found = {k.removeprefix("model."): v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+        found = {k.removeprefix("model."): v for k, v in weights_in(path).items()}
     elif job.endswith("fsdp1"):
         return
     else:

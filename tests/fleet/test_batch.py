@@ -15,6 +15,7 @@ import pytest
 from support.batch_logs import lines_of
 from support.cli import run
 from support.faults import mark, untouched
+from support.folders import contents
 from support.paths import CHECKPOINTS
 
 import ckpttool
@@ -34,11 +35,6 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(CHECKPOINTS / "dcp/hsdp_w4/ckpt", tmp_path / f"run7/step-{step}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def contents(path: str) -> dict[str, bytes]:
-    top = Path(path)
-    return {str(file.relative_to(top)): file.read_bytes() for file in top.rglob("*") if file.is_file()}
 
 
 def states(result: ckpttool.Batch) -> dict[str, str]:

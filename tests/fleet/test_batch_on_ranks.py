@@ -18,6 +18,7 @@ import pytest
 import torch
 from support.batch_logs import lines_of
 from support.faults import save_dcp
+from support.folders import contents
 from support.paths import CHECKPOINTS, ROOT
 from support.torchrun import forked
 
@@ -32,10 +33,6 @@ SMALL = {"to": "safetensors", "only": ["model"]}
 def lines(folder: Path) -> list[dict[str, Any]]:
     """What all ranks have written down."""
     return [line for log in sorted(folder.glob("batch*.jsonl")) for line in lines_of(log)]
-
-
-def contents(top: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(top)): file.read_bytes() for file in top.rglob("*") if file.is_file()}
 
 
 def test_ranks_divide_a_batch(tmp_path: Path) -> None:

@@ -7,16 +7,15 @@ import os
 import random
 import shutil
 import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.cli import run
 from support.faults import mark, save_dcp, untouched
+from support.folders import contents
 from support.paths import CHECKPOINTS
 
 import ckpttool
@@ -41,10 +40,6 @@ def actions(result: ckpttool.Pruned) -> dict[int | None, str]:
 
 def names(folder: str = "run7") -> set[str]:
     return set(os.listdir(folder))
-
-
-def contents(top: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(top)): file.read_bytes() for file in top.rglob("*") if file.is_file()}
 
 
 def test_it_changes_nothing_unless_it_is_told(there: Path) -> None:
@@ -154,19 +149,12 @@ def test_the_command_line(there: Path) -> None:
     assert run("prune", "run7").exit_code == UsageError.exit_code
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is room: a disk that syncs would be most of it."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as made:
-        yield Path(made)
-
-
 @pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.long)])
-def test_kills_at_random_moments(rounds: int, folder: Path) -> None:
+def test_kills_at_random_moments(rounds: int, memory: Path) -> None:
     """Each checkpoint is gone, whole, or whole without its optimizer."""
     weights = {f"layers.{i}.weight": torch.arange(4096, dtype=torch.float32) * i for i in range(16)}
-    source = save_dcp(folder / "one", {"model": weights, "optim": {"state": weights, "param_groups": []}})
-    top, some = folder / "run", random.Random(rounds)
+    source = save_dcp(memory / "one", {"model": weights, "optim": {"state": weights, "param_groups": []}})
+    top, some = memory / "run", random.Random(rounds)
 
     def child() -> int:
         if (pid := os.fork()) == 0:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from same import assert_same, raw_bytes
 from support.cli import run as run_command
 from support.paths import CHECKPOINTS, samples_of
 from support.simulated_ranks import as_rank, chunked, cut, mesh, save
 from support.upstream_samples import path_of, reference
+from support.weights_read import weights_in
 from support.wrapped_state import Codes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -167,7 +167,7 @@ def test_a_samples_model_becomes_safetensors(name: str, tmp_path: Path) -> None:
     convert(
         path_of(name), tmp_path / "out", to="safetensors", only=["model"], strip_wrappers=True, shapes=known, check=True
     )  # fmt: skip
-    found = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    found = weights_in(tmp_path / "out")
     model = reference(name)["model"]
     assert found.keys() <= model.keys()
     for key, value in model.items():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import lost
 import numpy as np
 import pytest
 import safetensors.torch
@@ -26,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from same import assert_same, raw_bytes
 from support.paths import CHECKPOINTS
+from support.upstream_samples import reference
 from torch import nn
 
 import ckpttool
@@ -50,12 +50,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def sample(name: str) -> Path:
     return next((CHECKPOINTS / name).glob("ckpt*"))
-
-
-def reference(name: str) -> Any:
-    lost.package()
-    kept = CHECKPOINTS / name / "reference.pt"
-    return torch.load(kept if kept.is_file() else sample(name), weights_only=False)
 
 
 def read(path: Path) -> Catalogue:

@@ -24,6 +24,7 @@ from same import assert_same
 from support.paths import CHECKPOINTS, samples_of
 from support.simulated_ranks import cut, mesh
 from support.simulated_ranks import save as save_ranks
+from support.upstream_samples import reference
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.export.pt2_archive._package import package_pt2
@@ -52,13 +53,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def sample(name: str) -> Path:
     return next((CHECKPOINTS / name).glob("ckpt.*"))
-
-
-def original(name: str) -> Any:
-    """What was saved, as torch gives it back."""
-    lost.package()
-    reference = CHECKPOINTS / name / "reference.pt"
-    return torch.load(reference if reference.is_file() else sample(name), weights_only=False)
 
 
 def save(state: Any, path: Path, **options: Any) -> Path:
@@ -138,7 +132,7 @@ def convert(src: Path, dst: Path) -> Catalogue:
 
 def expected_of(name: str) -> Any:
     """What our copy of a sample is to load as: the view that we promise where it is not the file's own objects."""
-    state = original(name)
+    state = reference(name)
     if name == "torch/ddp":
         return torch.load(sample(name))
     if name in ("torch/module", "torch/legacy_module"):

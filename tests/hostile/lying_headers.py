@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +184,12 @@ for name, make, pattern in (
     lie(f"index: {name}", make, pattern, code=(READ, 4))
 
 
-def _hollow(folder: Path) -> Path:
+def _hollow(size: int, folder: Path) -> Path:
     path = to("a.safetensors")(folder)
     with (path / "model.safetensors.index.json").open("r+b") as stream:
-        stream.truncate(1 << 40)
+        stream.truncate(size)
     return path
 
 
-def _hollow_within(folder: Path) -> Path:
-    path = to("a.safetensors")(folder)
-    with (path / "model.safetensors.index.json").open("r+b") as stream:
-        stream.truncate(1 << 29)
-    return path
-
-
-lie("index: a tebibyte of zeros", _hollow, "bytes of JSON")
-lie("index: half a gibibyte of zeros", _hollow_within, "is not JSON: a zero at byte 54")
+lie("index: a tebibyte of zeros", partial(_hollow, 1 << 40), "bytes of JSON")
+lie("index: half a gibibyte of zeros", partial(_hollow, 1 << 29), "is not JSON: a zero at byte 54")

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from lying_pickles import COST, TOO_DEEP, doubled_memoized
+from support.damage import place_of
 from support.faults import save_dcp
-from support.lying_files import READ, STORAGE, TOUCH, lie, named, pickled, text
+from support.lying_files import READ, STORAGE, TOUCH, lie, pickled
+from support.pickle_payloads import named, text
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 Index = Any
@@ -65,24 +67,20 @@ def raw(data: bytes) -> Callable[[Path], Path]:
     return directory(lambda path: (path / ".metadata").write_bytes(data))
 
 
-def place(index: Index, name: str) -> Any:
-    return next(info for where, info in index.storage_data.items() if where.fqn == name)
-
-
 def chunk(index: Index) -> Any:
     return index.state_dict_metadata["w"].chunks[0]
 
 
 def put(name: str, **fields: Any) -> Change:
     """Change where the item of `name` lies."""
-    return lambda index: vars(place(index, name)).update(fields)
+    return lambda index: vars(place_of(index, name)).update(fields)
 
 
 def tiles(offsets: list[tuple[int, ...]], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Change:
     """Describe `w` as these boxes, all of them in one item."""
 
     def change(index: Index) -> None:
-        where = place(index, "w")
+        where = place_of(index, "w")
         for key in [k for k in index.storage_data if k.fqn == "w"]:
             del index.storage_data[key]
         described = index.state_dict_metadata["w"]
@@ -204,11 +202,11 @@ for name, make, pattern in (
     ("a tensor that is larger than said", indexed(tiles([(0, 0)], (2, 2), (2, 2))), r"`__0_0\.distcp`: `w` holds float32 \[2, 3\], but the metadata says float32 \[2, 2\]"),
     ("a tensor of 2**62 rows of nothing", indexed(tiles([(0, 0)], (2**62, 0), (2**62, 0))), NOTHING),
     ("a tensor of no rows", indexed(tiles([(0, 0)], (0, 3), (0, 3))), NOTHING),
-    ("a tensor of nothing in the item of an object", indexed(tiles([(0,)], (0,), (0,)), lambda i: put("w", **vars(place(i, "lr")))(i)), "holds a value, but the metadata says a tensor without elements"),
+    ("a tensor of nothing in the item of an object", indexed(tiles([(0,)], (0,), (0,)), lambda i: put("w", **vars(place_of(i, "lr")))(i)), "holds a value, but the metadata says a tensor without elements"),
     ("a tensor of 2**62 elements", indexed(tiles([(0,)], (2**62,), (2**62,))), r"2\*\*58 elements"),
     ("a tensor of 2**57 elements", indexed(tiles([(0,)], (2**57,), (2**57,))), r"`w` holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
     ("a tensor of 2**40 elements", indexed(tiles([(0,)], (2**40,), (2**40,))), r"`w` holds float32|needs [^ ]+ .?B, but [^ ]+ .?B are free|cannot write: file too large"),
-    ("the item of another tensor", indexed(lambda i: vars(place(i, "x")).update(vars(place(i, "w")))), r"`__0_0\.distcp`: `x` holds float32 \[2, 3\], but the metadata says int64 \[4\]"),
+    ("the item of another tensor", indexed(lambda i: vars(place_of(i, "x")).update(vars(place_of(i, "w")))), r"`__0_0\.distcp`: `x` holds float32 \[2, 3\], but the metadata says int64 \[4\]"),
     ("an item behind the end", indexed(put("w", offset=10**9)), "outside the file"),
     ("an item across the end", indexed(put("w", length=10**9)), "outside the file"),
     ("an item before the beginning", indexed(put("w", offset=-8)), "outside the file"),
@@ -222,7 +220,7 @@ for name, make, pattern in (
     ("no chunks", indexed(lambda i: i.state_dict_metadata["w"].chunks.clear()), "tensor `w`"),
     ("an item in the directory itself", indexed(put("w", relative_path=".")), "a directory"),
     ("an item in a file without a name", indexed(put("w", relative_path="")), OUT),
-    ("an item inside another", indexed(lambda i: put("w", offset=place(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: bytes after the end record"),
+    ("an item inside another", indexed(lambda i: put("w", offset=place_of(i, "w").offset + 64)(i)), r"`__0_0\.distcp`: `w`: not a complete torch\.save archive: bytes after the end record"),
     ("a transform that nobody knows", indexed(put("w", transform_descriptors=["exec.sh/1"])), "exec.sh/1"),
     ("a transform of zstd over what is none", indexed(put("w", transform_descriptors=["stream.zstd/1"])), r"`__0_0\.distcp`: `w`: cannot be decompressed"),
     ("a thousand transforms", indexed(put("w", transform_descriptors=["stream.zstd/1"] * 1000)), r"`__0_0\.distcp`: `w`: written with \d+ extensions, more than 8"),

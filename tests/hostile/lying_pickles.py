@@ -15,20 +15,18 @@ from support.lying_files import (
     TOUCH,
     Entry,
     Saved,
-    call,
     file,
     integer,
     ints,
     lie,
     many,
-    named,
     pickled,
     saved,
     storage,
     tensor,
-    text,
     tree,
 )
+from support.pickle_payloads import call, named, text
 
 
 def raw(data: bytes) -> Callable[[Path], Path]:

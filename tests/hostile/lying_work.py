@@ -7,23 +7,9 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from support.lying_files import (
-    CORRUPT,
-    HALF,
-    Saved,
-    call,
-    file,
-    integer,
-    ints,
-    lie,
-    many,
-    named,
-    saved,
-    tensor,
-    text,
-    tree,
-)
+from support.lying_files import CORRUPT, HALF, Saved, file, integer, ints, lie, many, saved, tensor, tree
 from support.lying_shards import MESHES, SPECS, dtensor, items, mesh, new, placement, replicate, sharded, spec
+from support.pickle_payloads import call, named, text
 
 WORK = "asks for far more work than its size allows"
 

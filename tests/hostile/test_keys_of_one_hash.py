@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.lying_files import HALF, call, integer, many, named, pairs_of_one_hash, pickled
+from support.lying_files import HALF, integer, many, pairs_of_one_hash, pickled
 from support.lying_shards import items
+from support.pickle_payloads import call, named
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,

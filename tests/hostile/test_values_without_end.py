@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.lying_files import call, integer, many, named, saved, tensor, text, tree
+from support.lying_files import integer, many, saved, tensor, tree
 from support.lying_shards import MESHES, dtensor, items, new, placement, spec
 from support.paths import ROOT
+from support.pickle_payloads import call, named, text
 
 HERE = Path(__file__).resolve().parent
 BUG = 70

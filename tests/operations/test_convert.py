@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.checkpoints import bits, within
+from support.folders import contents
 from support.upstream_readers import plain
 from support.upstream_samples import original, path_of, reference
 from support.work import Calls
@@ -60,11 +61,6 @@ def test_patterns_match_the_names_of_the_source(tmp_path: Path) -> None:
     assert "did you mean `model.norm.weight`" in str(caught.value.hint)
 
 
-def content(path: str | Path) -> dict[str, bytes]:
-    root = Path(path)
-    return {str(p): p.read_bytes() for p in ([root] if root.is_file() else sorted(root.rglob("*"))) if p.is_file()}
-
-
 @pytest.mark.parametrize("sink", ["torch", "dcp", "safetensors"])
 @pytest.mark.parametrize("name", ["torch/full", "torch/layouts", "dcp/fsdp2_w4", "dcp/zstd_w2", "safetensors/indexed"])
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path, name: str, sink: str) -> None:
@@ -72,7 +68,7 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path, name: str, sink: s
     for i, (threads, memory) in enumerate([(1, None), (4, 48 << 20), (2, None)]):
         folder = tmp_path / str(i)
         ckpttool.convert(path_of(name), str(folder / "out"), to=sink, threads=threads, max_memory=memory)
-        outputs.append({key.removeprefix(str(folder)): data for key, data in content(folder).items()})
+        outputs.append(contents(folder))
     assert outputs[0] == outputs[1] == outputs[2]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from support import damage
+from support.cli import run
 from support.paths import CHECKPOINTS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from typer.testing import CliRunner, Result
 
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, ReadError, UsageError
 from ckpttool.operations.repair import repair
@@ -305,12 +305,6 @@ def test_a_dry_run_says_what_is_in_the_way(tmp_path: Path, monkeypatch: pytest.M
     assert made.notes[0] == f"`{tmp_path / 'out'}` exists: pass `--overwrite` to replace it"
     assert "but 10 B are free" in made.notes[1]
     assert made.exit_code == 6 and run("repair", src, tmp_path / "out", "-n").exit_code == 6
-
-
-def run(*words: object) -> Result:
-    from ckpttool.cli.app import application
-
-    return CliRunner().invoke(application(), [str(word) for word in words])
 
 
 def test_the_command(tmp_path: Path) -> None:

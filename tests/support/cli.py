@@ -16,11 +16,11 @@ from support.paths import CHECKPOINTS, ROOT
 FULL = str(CHECKPOINTS / "torch/full" / "ckpt.pt")
 
 
-def run(*words: str, env: Mapping[str, str] | None = None) -> Result:
+def run(*words: object, env: Mapping[str, str] | None = None) -> Result:
     """`ckpttool words...` in this process. What `--json` prints is checked by its schema."""
     from ckpttool.cli.app import application
 
-    done = CliRunner().invoke(application(), list(words), env=dict(env or {}))
+    done = CliRunner().invoke(application(), [*map(str, words)], env=dict(env or {}))
     if "--json" in words and done.stdout.startswith("{"):
         json_schemas.check(done.stdout)
     return done

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from support.pickle_payloads import call, named, text
+
 READ, CORRUPT, LOSS, STORAGE = 3, 4, 5, 7
 
 CANARY = "canary"
@@ -156,10 +158,6 @@ def archive(
 # Pickles --------------------------------------------------------------------------------------------------------------
 
 
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-
-
 def integer(value: int) -> bytes:
     if 0 <= value < 256:
         return b"K" + bytes((value,))
@@ -193,14 +191,6 @@ def pairs_of_one_hash(count: int) -> list[tuple[int, int]]:
 def many(*items: bytes) -> bytes:
     """A tuple."""
     return b"(" + b"".join(items) + b"t"
-
-
-def named(module: str, name: str) -> bytes:
-    return f"c{module}\n{name}\n".encode()
-
-
-def call(function: bytes, *args: bytes) -> bytes:
-    return function + many(*args) + b"R"
 
 
 def storage(key: str = "0", numel: int = 6, kind: str = "FloatStorage") -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from support.lying_files import call, integer, ints, many, named, tensor, tree
+from support.lying_files import integer, ints, many, tensor, tree
+from support.pickle_payloads import call, named
 
 PLACES = "torch.distributed.tensor.placement_types"
 SPECS = "torch.distributed.tensor._dtensor_spec"

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cli import run
 from support.paths import CHECKPOINTS
-from typer.testing import CliRunner, Result
 
 from ckpttool.analysis.differences.elements import Difference
 from ckpttool.analysis.differences.results import Diff, Side, TensorDifference
@@ -24,12 +24,6 @@ from ckpttool.reports.differences import _values
 from ckpttool.reports.terminal import Terminal
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
-
-
-def run(*words: object) -> Result:
-    from ckpttool.cli.app import application
-
-    return CliRunner().invoke(application(), [str(word) for word in words])
 
 
 @pytest.fixture

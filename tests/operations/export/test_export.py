@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as torch_dcp
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import load_file
 from support.paths import CHECKPOINTS
+from support.weights_read import same, weights_in
 
 import ckpttool
 from ckpttool import errors
@@ -46,17 +46,6 @@ def saved(path: Path, state: Any) -> Path:
     return path
 
 
-def found(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything that safetensors reads of the weights in a directory."""
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], value) and one[name].dtype == value.dtype for name, value in other.items()
-    )
-
-
 def digest(data: bytes) -> str:
     """SHA-256, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
@@ -70,7 +59,7 @@ def test_only_the_model_without_wrappers(tmp_path: Path) -> None:
                for n, v in weights().items()}  # fmt: skip
     state = {"model": wrapped, "optim": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": []}, "epoch": 3}
     made = ckpttool.export(saved(tmp_path / "a.pt", state), tmp_path / "out", check=True)
-    assert same(found(tmp_path / "out"), weights())
+    assert same(weights_in(tmp_path / "out"), weights())
     names = [entry.name for entry in ckpttool.inspect(tmp_path / "a.pt").entries.values()]
     assert made.dropped == [name for name in names if not name.startswith("model.")]
 
@@ -104,7 +93,7 @@ def test_of_two_models_one_is_asked_for(tmp_path: Path) -> None:
         ckpttool.export(path, tmp_path / "out")
     assert "--only critic" in (caught.value.hint or "")
     ckpttool.export(path, tmp_path / "out", only="critic")
-    assert same(found(tmp_path / "out"), state["critic"])
+    assert same(weights_in(tmp_path / "out"), state["critic"])
     with pytest.raises(errors.UsageError, match="no part `emu`"):
         ckpttool.export(path, tmp_path / "other", only="emu")
 
@@ -122,7 +111,7 @@ def test_renaming_by_rules_and_by_files_of_rules(tmp_path: Path) -> None:
     )
     expected = {name.replace("layers", "blocks").replace("lm_head", "head"): v for name, v in weights().items()}
     expected.pop("model.blocks.0.ids")
-    assert same(found(tmp_path / "out"), expected)
+    assert same(weights_in(tmp_path / "out"), expected)
     (tmp_path / "rules.txt").write_text("a=b\nnonsense\n")
     with pytest.raises(errors.UsageError, match="line 2"):
         ckpttool.export(path, tmp_path / "other", rename=f"@{tmp_path}/rules.txt")
@@ -149,7 +138,7 @@ def test_an_adapter_is_written_as_peft_does(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "out")) == [CARD, "adapter_config.json", "adapter_model.safetensors"]
     # The names that `get_peft_model_state_dict` gives.
     assert same(
-        found(tmp_path / "out"),
+        weights_in(tmp_path / "out"),
         {
             f"{base}.lora_A.weight": state[f"{base}.lora_A.default.weight"],
             f"{base}.lora_B.weight": state[f"{base}.lora_B.default.weight"],
@@ -179,7 +168,8 @@ def test_a_manifest_of_what_is_written(inside: bool, tmp_path: Path) -> None:
     assert said["files"] == {name: digest(data) for name, data in there.items()}
     assert said["sizes"] == {name: len(data) for name, data in there.items()}
     assert {row["name"]: row["sha256"] for row in said["tensors"]} == {
-        name: digest(tensor.contiguous().view(torch.uint8).numpy().tobytes()) for name, tensor in found(out).items()
+        name: digest(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in weights_in(out).items()
     }
     assert ckpttool.verify(out, manifest=listed).findings == []
     (out / "config.json").write_text("{}")
@@ -237,7 +227,7 @@ def test_tied_weights_are_written_once_unless_the_config_says_no(
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({} if said is None else {"tie_word_embeddings": said}))
     made = ckpttool.export(path, tmp_path / "out", assets=tmp_path / "base")
-    names = found(tmp_path / "out").keys()
+    names = weights_in(tmp_path / "out").keys()
     if said is False:
         assert names == state.keys()
         assert any("ties nothing" in note for note in made.notes)
@@ -251,7 +241,7 @@ def test_a_head_that_was_saved_before_its_embedding_is_the_one_that_is_left_out(
     shared = torch.rand(8, 4)
     path = saved(tmp_path / "a.pt", {"lm_head.weight": shared, "model.embed_tokens.weight": shared})
     made = ckpttool.export(path, tmp_path / "out")
-    assert [*found(tmp_path / "out")] == ["model.embed_tokens.weight"]
+    assert [*weights_in(tmp_path / "out")] == ["model.embed_tokens.weight"]
     assert made.ties == [("lm_head.weight", "model.embed_tokens.weight")]
 
 
@@ -259,7 +249,7 @@ def test_a_head_of_its_own_is_no_tie_whatever_the_config_says(tmp_path: Path) ->
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"tie_word_embeddings": true}')
     made = ckpttool.export(saved(tmp_path / "a.pt", weights()), tmp_path / "out", assets=tmp_path / "base")
-    assert same(found(tmp_path / "out"), weights())
+    assert same(weights_in(tmp_path / "out"), weights())
     assert any("has values of its own" in note for note in made.notes)
 
 
@@ -267,7 +257,7 @@ def test_the_embedding_is_kept_in_place_of_the_head_whatever_it_is_called(tmp_pa
     weight = torch.randn(29, 7)
     path = saved(tmp_path / "a.pt", {"lm_head.weight": weight, "embed.weight": weight, "norm.weight": torch.ones(7)})
     ckpttool.export(path, tmp_path / "out")
-    assert found(tmp_path / "out").keys() == {"embed.weight", "norm.weight"}
+    assert weights_in(tmp_path / "out").keys() == {"embed.weight", "norm.weight"}
 
 
 # Dtypes and files -----------------------------------------------------------------------------------------------------
@@ -277,7 +267,7 @@ def test_dtypes_are_cast_as_torch_casts(tmp_path: Path) -> None:
     state = {**weights(), "quantized": torch.randn(4).to(torch.float8_e4m3fn)}
     path = saved(tmp_path / "a.pt", state)
     made = ckpttool.export(path, tmp_path / "out", dtype=["*norm.weight=float32", "float16"], check=True)
-    there = found(tmp_path / "out")
+    there = weights_in(tmp_path / "out")
     for name, value in state.items():
         plain = "norm" in name or not value.is_floating_point() or value.element_size() == 1
         expected = value if plain else value.to(torch.float16)
@@ -297,7 +287,7 @@ def test_rounding_is_torchs_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> No
     values = bits.view(torch.float32).view(64, 64)
     path = saved(tmp_path / "a.pt", {"w": values})
     ckpttool.export(path, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
-    made, expected = found(tmp_path / "out")["w"], values.to(dtype)
+    made, expected = weights_in(tmp_path / "out")["w"], values.to(dtype)
     number = ~expected.isnan()
     assert torch.equal(made.isnan(), expected.isnan())
     assert torch.equal(made[number].view(torch.int16), expected[number].view(torch.int16))
@@ -317,7 +307,7 @@ def test_files_are_split_as_huggingface_hub_splits_them(tmp_path: Path) -> None:
             assert set(file.keys()) == set(tensors)
         head = int.from_bytes((tmp_path / "out" / name).read_bytes()[:8], "little")
         assert head % 8 == 0
-    assert same(found(tmp_path / "out"), weights())
+    assert same(weights_in(tmp_path / "out"), weights())
 
 
 def test_the_same_source_gives_the_same_bytes_and_each_file_alone(tmp_path: Path) -> None:
@@ -534,4 +524,4 @@ def test_an_embedding_and_a_head_without_rows_or_chunks(tmp_path: Path) -> None:
     metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if "norm" in i.fqn}
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     ckpttool.export(path, tmp_path / "out")
-    assert found(tmp_path / "out")["norm.weight"].tolist() == [1, 1, 1, 1]
+    assert weights_in(tmp_path / "out")["norm.weight"].tolist() == [1, 1, 1, 1]

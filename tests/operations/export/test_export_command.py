@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from support.cli import run
 
 from ckpttool.errors import CorruptError, LossError, OverwriteError, UsageError
 from ckpttool.models import architecture as expected
-
-
-def run(*words: str | Path) -> Result:
-    """`ckpttool words...` in this process."""
-    from ckpttool.cli.app import application
-
-    return CliRunner().invoke(application(), [*map(str, words)])
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.weights_read import same, weights_in
 
 import ckpttool
 from ckpttool.errors import UsageError
@@ -27,20 +28,9 @@ def saved(path: Path, model: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the files of safetensors in a folder."""
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
 def files(folder: Path) -> set[str]:
     """The names of all files below a folder."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name], value) and one[name].dtype == value.dtype for name, value in other.items()
-    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +78,7 @@ def test_the_files_of_a_model_of_diffusers(tmp_path: Path) -> None:
         "diffusion_pytorch_model-00002-of-00002.safetensors",
         "diffusion_pytorch_model.safetensors.index.json",
     }
-    assert same(tensors(tmp_path / "one"), unet()) and same(tensors(tmp_path / "two"), unet())
+    assert same(weights_in(tmp_path / "one"), unet()) and same(weights_in(tmp_path / "two"), unet())
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
@@ -136,15 +126,15 @@ def test_what_transformers_keeps_in_float32_stays(
     own.save_pretrained(tmp_path / "own")
     # In this process, which has imported transformers.
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
-    assert made.compared and same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
+    assert made.compared and same(weights_in(tmp_path / "out"), weights_in(tmp_path / "own"))
     assert any(BIAS in note and "transformers" in note and "--dtype-strict" in note for note in made.notes)
     loaded, tokens = type(model).from_pretrained(tmp_path / "out", dtype="auto"), torch.arange(16)[None]
     assert loaded.dtype == own.dtype and torch.equal(loaded(tokens).logits, own(tokens).logits)
     made = ckpttool.export(source, tmp_path / "strict", assets=tmp_path / "base", dtype=dtype, dtype_strict=True)
-    assert tensors(tmp_path / "strict")[BIAS].dtype == getattr(torch, dtype)
+    assert weights_in(tmp_path / "strict")[BIAS].dtype == getattr(torch, dtype)
     # The list, for where transformers is not installed or does not run the code that a config names.
     stays = float32_names.kept(model.config.architectures[0], dtype)
-    found = tensors(tmp_path / "own")
+    found = weights_in(tmp_path / "own")
     assert (
         [name for name in found if stays(name)] == [n for n, t in found.items() if t.dtype == torch.float32] == [BIAS]
     )
@@ -165,7 +155,7 @@ def test_a_model_inside_another_is_cast_with_it(name: str, tmp_path: Path) -> No
     own = kind.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     own.save_pretrained(tmp_path / "own")
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype="bfloat16")
-    assert same(tensors(tmp_path / "out"), tensors(tmp_path / "own"))
+    assert same(weights_in(tmp_path / "out"), weights_in(tmp_path / "own"))
     assert not any("--dtype-strict" in note for note in made.notes)
 
 
@@ -180,9 +170,9 @@ def test_what_transformers_4_would_round_stays(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(architecture_process, "_float32_patterns", lambda model, dtype: [])
     made = ckpttool.export(source, tmp_path / "out", assets=tmp_path / "base", dtype="bfloat16")
     assert made.compared and any(BIAS in note and "--dtype-strict" in note for note in made.notes)
-    assert torch.equal(tensors(tmp_path / "out")[BIAS], model.state_dict()[BIAS])
+    assert torch.equal(weights_in(tmp_path / "out")[BIAS], model.state_dict()[BIAS])
     ckpttool.export(source, tmp_path / "all", assets=tmp_path / "base", dtype="bfloat16", dtype_strict=True)
-    assert tensors(tmp_path / "all")[BIAS].dtype == torch.bfloat16
+    assert weights_in(tmp_path / "all")[BIAS].dtype == torch.bfloat16
 
 
 @pytest.mark.long
@@ -226,7 +216,7 @@ def test_without_transformers_a_list_says_what_stays(
     names = {BIAS, "wo.weight", "blocks.0.norm1.weight"}
     model = {**{name: torch.tensor([1.003, 7.1]) for name in sorted(names)}, "half": torch.ones(2).bfloat16()}
     made = ckpttool.export(saved(tmp_path / "a.pt", model), tmp_path / "out", assets=tmp_path / "base", dtype=dtype)
-    found = tensors(tmp_path / "out")
+    found = weights_in(tmp_path / "out")
     assert {name for name, tensor in found.items() if tensor.dtype == torch.float32} == kept
     assert all(torch.equal(found[name], model[name].to(found[name].dtype)) for name in model)
     assert any("--dtype-strict" in note for note in made.notes) == (bool(kept) and dtype != ["float32"])
@@ -259,14 +249,14 @@ def test_scales_of_quantised_weights_are_not_rounded(
 ) -> None:
     source = saved(tmp_path / "a.pt", {**model, "norm.weight": torch.rand(8)})
     made = ckpttool.export(source, tmp_path / "out", dtype="bfloat16")
-    found = tensors(tmp_path / "out")
+    found = weights_in(tmp_path / "out")
     assert found.pop("norm.weight").dtype == torch.bfloat16
     assert same(found, model)
     assert any(note.startswith(f"{scales} scale") and "--dtype-strict" in note for note in made.notes)
     ckpttool.export(source, tmp_path / "named", dtype=["bfloat16", "l.*=float64"])
-    assert any(value.dtype == torch.float64 for value in tensors(tmp_path / "named").values())
+    assert any(value.dtype == torch.float64 for value in weights_in(tmp_path / "named").values())
     ckpttool.export(source, tmp_path / "strict", dtype="bfloat16", dtype_strict=True)
-    kinds = {value.dtype for value in tensors(tmp_path / "strict").values() if value.dtype.itemsize > 1}
+    kinds = {value.dtype for value in weights_in(tmp_path / "strict").values() if value.dtype.itemsize > 1}
     assert {kind for kind in kinds if kind.is_floating_point} == {torch.bfloat16}
     made = ckpttool.convert(source, tmp_path / "b.pt", dtype="bfloat16")
     found = torch.load(tmp_path / "b.pt")["model"]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny_models
+from support.weights_read import same, weights_in
 
 import ckpttool
 from ckpttool import errors
@@ -49,31 +50,23 @@ def made(model_type: str, folder: Path) -> tuple[Path, Path, dict[str, torch.Ten
     return folder / "memory.pt", folder / "base", load_file(folder / "theirs" / "model.safetensors")
 
 
-def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether the names, dtypes and bits are those."""
-    found = load_file(folder / "model.safetensors")
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
-    )
-
-
 @pytest.mark.parametrize("model_type", MODELS)
 def test_names_are_those_that_save_pretrained_writes(model_type: str, tmp_path: Path) -> None:
     source, base, expected = made(model_type, tmp_path)
     done = ckpttool.export(source, tmp_path / "out", assets=base)
     assert done.key_map == f"{model_type}-transformers"
-    assert same(tmp_path / "out", expected)
+    assert same(weights_in(tmp_path / "out"), expected)
     # They are released names now, and stay.
     again = ckpttool.export(tmp_path / "out", tmp_path / "again")
     assert again.key_map == ""
-    assert same(tmp_path / "again", expected)
+    assert same(weights_in(tmp_path / "again"), expected)
 
 
 def test_names_in_memory_stay_where_they_are_asked_for(tmp_path: Path) -> None:
     source, base, _ = made("vit", tmp_path)
     done = ckpttool.export(source, tmp_path / "out", assets=base, names="memory")
     assert done.key_map == ""
-    assert same(tmp_path / "out", torch.load(source)["model"])
+    assert same(weights_in(tmp_path / "out"), torch.load(source)["model"])
     with pytest.raises(errors.UsageError, match='names="memori'):
         ckpttool.export(source, tmp_path / "other", assets=base, names="memori")
 
@@ -99,7 +92,7 @@ def test_what_lightning_puts_before_the_names_is_removed(
     done = ckpttool.export(tmp_path / "a.ckpt", tmp_path / "out", assets=tmp_path / "theirs", names=names)
     assert any(f"`{prefix}` is removed" in note for note in done.notes)
     written = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert same(tmp_path / "out", written if names == "released" else tiny_models.written(model))
+    assert same(weights_in(tmp_path / "out"), written if names == "released" else tiny_models.written(model))
     _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
 
@@ -114,7 +107,7 @@ def test_a_module_of_the_models_own_is_no_wrapper(by: str, tmp_path: Path) -> No
     torch.save({"model": state}, tmp_path / "a.pt")
     given = {"assets" if by == "config" else "like": tmp_path / "theirs"}
     ckpttool.export(tmp_path / "a.pt", tmp_path / "out", **given)
-    assert same(tmp_path / "out", load_file(tmp_path / "theirs" / "model.safetensors"))
+    assert same(weights_in(tmp_path / "out"), load_file(tmp_path / "theirs" / "model.safetensors"))
 
 
 def test_check_knows_both_spellings(tmp_path: Path) -> None:

@@ -9,16 +9,10 @@ from typing import Any
 import pytest
 import torch
 from support import damage
+from support.cli import run
 from support.paths import CHECKPOINTS
-from typer.testing import CliRunner, Result
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w4" / "ckpt"
-
-
-def run(*words: object) -> Result:
-    from ckpttool.cli.app import application
-
-    return CliRunner().invoke(application(), [str(word) for word in words])
 
 
 def test_what_is_whole() -> None:

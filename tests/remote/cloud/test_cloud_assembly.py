@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.cli import environment, run, spawn
+from support.folders import contents
 from support.paths import CHECKPOINTS
 from support.s3_server import Fault, Request, S3Server, error, variables
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,10 +61,6 @@ def small_parts(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     return server
 
 
-def below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 def start(server: S3Server, *names: str, sources: dict[str, Path]) -> list[str]:
     """Upload sources, begin to count, and return their addresses."""
     addresses = [server.put(f"in/{name}", sources[name]) for name in names]
@@ -100,8 +97,8 @@ def test_it_is_what_is_written_here(
     (address,) = start(server, name, sources=sources)
     server.parts.tells_sums = tells
     result = ckpttool.convert(address, DST, **options)
-    there = below(server.download("out", tmp_path / "there")) or {".": server.get("out")}
-    assert there == (below(here) or {".": here.read_bytes()})
+    there = contents(server.download("out", tmp_path / "there")) or {".": server.get("out")}
+    assert there == (contents(here) or {".": here.read_bytes()})
     assert server.uploads() == [] and result.sent.compared_bytes == result.sent.sent_bytes
     size = result.sent.sent_bytes
     if name == "bare.safetensors" and not tells:
@@ -150,7 +147,7 @@ def test_reshard(sources: dict[str, Path], small_parts: S3Server, tmp_path: Path
     ckpttool.reshard(sources["ranks"], tmp_path / "three", to_world=3)
     (address,) = start(small_parts, "ranks", sources=sources)
     result = ckpttool.reshard(address, DST, to_world=3)
-    assert below(small_parts.download("out", tmp_path / "there")) == below(tmp_path / "three")
+    assert contents(small_parts.download("out", tmp_path / "there")) == contents(tmp_path / "three")
     # Of the ranks' rows a third has no checksum alone, and the store tells that of its part.
     assert result.sent.copied_bytes > result.sent.sent_bytes // 2
 
@@ -174,8 +171,8 @@ def test_export(size: str | None, small_parts: S3Server, tmp_path: Path) -> None
             in_store=policy,
             overwrite=policy == "never",
         )
-        there = below(small_parts.download("out", tmp_path / policy))
-        assert there == below(tmp_path / "here")
+        there = contents(small_parts.download("out", tmp_path / policy))
+        assert there == contents(tmp_path / "here")
         assert (result.sent.copied_bytes > result.sent.sent_bytes // 2) == (policy == "auto")
     assert small_parts.uploads() == []
 

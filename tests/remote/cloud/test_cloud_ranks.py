@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from support.folders import contents
 from support.paths import CHECKPOINTS, ROOT
 from support.s3_server import Fault, Request, S3Server, error
 from support.torchrun import forked_launcher
@@ -168,10 +169,6 @@ WAYS = {
 }
 
 
-def below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("to", WAYS)
 def test_processes_convert(to: str, server: S3Server, tmp_path: Path) -> None:
@@ -186,11 +183,11 @@ def test_processes_convert(to: str, server: S3Server, tmp_path: Path) -> None:
     program = [str(ROOT / "ckpttool"), "convert", "s3://bucket/in/step-3", "s3://bucket/out/step-3"]
     code, said = finished(start(forked_launcher(), 2, *program, *words))
     assert code == 0 and "2 of torchrun divided the work" in said, said
-    assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "here")
+    assert contents(server.download("out/step-3", tmp_path / "got")) == contents(tmp_path / "here")
     if to == "dcp":
-        assert server.sent < 1.3 * sum(map(len, below(tmp_path / "source").values())), "each fetches its own"
-    assert not leftovers(server) and len(server.names()) == len(below(tmp_path / "here")) + len(
-        below(Path(sources[to]))
+        assert server.sent < 1.3 * sum(map(len, contents(tmp_path / "source").values())), "each fetches its own"
+    assert not leftovers(server) and len(server.names()) == len(contents(tmp_path / "here")) + len(
+        contents(Path(sources[to]))
     )
     # As with one process, what is there is not replaced, and one process says so.
     code, said = finished(start(forked_launcher(), 2, *program, *words))

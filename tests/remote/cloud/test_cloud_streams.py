@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.folders import contents
 from support.s3_server import Fault, Request, S3Server, error
 from support.simulated_ranks import cut, mesh, save
 from torch.distributed.tensor import Shard
@@ -54,10 +55,6 @@ def streams(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "dcp": ("full.pt", {"to": "dcp"}, 1),
     "joined": ("ranks", {"to": "dcp", "to_world": 2}, 2),
@@ -79,7 +76,7 @@ def test_directories(
 ) -> None:
     ckpttool.convert(sources[name], tmp_path / "here", **options)
     result = ckpttool.convert(sources[name], "s3://bucket/there", **options)
-    assert below(server.download("there", tmp_path / "got")) == below(tmp_path / "here")
+    assert contents(server.download("there", tmp_path / "got")) == contents(tmp_path / "here")
     assert len(streams) == count and result.file_bytes == 0
     assert result.sent.compared_bytes == result.sent.sent_bytes
     # What is the same is not sent again: it is compared with what is filled here.

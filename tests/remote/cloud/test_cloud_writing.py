@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cli import environment, run, spawn
+from support.folders import contents
 from support.paths import CHECKPOINTS
 from support.s3_server import Fault, Request, S3Server, error, variables
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -35,19 +36,15 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def below(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 @pytest.mark.parametrize(("src", "options"), WAYS.values(), ids=WAYS)
 def test_what_is_sent_is_what_is_written_here(
     src: str, options: dict[str, Any], server: S3Server, tmp_path: Path
 ) -> None:  # fmt: skip
     ckpttool.convert(src, tmp_path / "step-3", **options)
     result = ckpttool.convert(src, DST, **options)
-    assert below(server.download("out/step-3", tmp_path / "got")) == below(tmp_path / "step-3")
-    assert server.names() == [f"out/step-3/{name}" for name in sorted(below(tmp_path / "step-3"))]
-    assert result.sent.compared_bytes == result.sent.sent_bytes == sum(map(len, below(tmp_path / "got").values()))
+    assert contents(server.download("out/step-3", tmp_path / "got")) == contents(tmp_path / "step-3")
+    assert server.names() == [f"out/step-3/{name}" for name in sorted(contents(tmp_path / "step-3"))]
+    assert result.sent.compared_bytes == result.sent.sent_bytes == sum(map(len, contents(tmp_path / "got").values()))
     # The last of all objects is what makes a checkpoint of them; then the claim is deleted.
     sent = [one for one in server.requests if one.startswith("PUT out/step-3/")]
     last = {"dcp": ".metadata", "state": "ckpttool.json", "shards": "model.safetensors.index.json"}.get(options["to"])
@@ -78,11 +75,11 @@ def test_one_object(server: S3Server, tmp_path: Path) -> None:
 def test_reshard_and_export(server: S3Server, tmp_path: Path) -> None:
     ckpttool.reshard(DCP, tmp_path / "two", to_world=2)
     ckpttool.reshard(DCP, "s3://bucket/two", to_world=2)
-    assert below(server.download("two", tmp_path / "got")) == below(tmp_path / "two")
+    assert contents(server.download("two", tmp_path / "got")) == contents(tmp_path / "two")
     model = str(CHECKPOINTS / "hf/llama/ckpt")
     for dst in (str(tmp_path / "model"), "s3://bucket/model"):
         ckpttool.export(model, dst)
-    here, there = below(tmp_path / "model"), below(server.download("model", tmp_path / "sent"))
+    here, there = contents(tmp_path / "model"), contents(server.download("model", tmp_path / "sent"))
     assert here.keys() == there.keys() and {name for name in here if here[name] != there[name]} <= {"README.md"}
 
 
@@ -178,16 +175,16 @@ def test_overwrite(
     server.faults.clear()
     there = server.download("out/step-3", tmp_path / "got")
     (there / "notes.txt").unlink()
-    assert below(there) == below(tmp_path / "new")
+    assert contents(there) == contents(tmp_path / "new")
     assert {name: server.get(name) for name in beside} == beside
-    assert len(server.names()) == len(below(tmp_path / "new")) + 2
-    assert set(result.sent.removed) == below(tmp_path / "old").keys() - below(tmp_path / "new").keys()
+    assert len(server.names()) == len(contents(tmp_path / "new")) + 2
+    assert set(result.sent.removed) == contents(tmp_path / "old").keys() - contents(tmp_path / "new").keys()
     # What replaces the old one, and all behind it: copies of what is in the store, and small objects.
     last = [asked for asked, is_old in writes if not is_old]
     assert not [asked for asked, _ in writes if "?partNumber" in asked or "?uploads" in asked]
     replacing = [asked for asked in last if not asked.endswith((".partial-0", "?delete"))]
     deleted = [asked for asked, is_old in writes if asked == "POST ?delete" and is_old]
-    assert len(replacing) <= len(below(there)) and (not always or (len(replacing) <= 1 and len(deleted) <= 1))
+    assert len(replacing) <= len(contents(there)) and (not always or (len(replacing) <= 1 and len(deleted) <= 1))
 
 
 @pytest.mark.parametrize("at", ["send", "copy", pytest.param("end", marks=pytest.mark.long)])

@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.utils._xet import XET_CONNECTION_INFO_CACHE, abort_xet_session
 from safetensors.torch import save, save_file
+from support.folders import contents
 from support.hub_server import READER, WRITER, Handler, Hub, drop
 from support.paths import CHECKPOINTS, ROOT
 from support.torchrun import forked_launcher
@@ -54,17 +55,13 @@ def convert(world: int, *words: str | Path, dst: str | Path = DST, code: int = 0
     return run("convert", SAMPLE, dst, "--to", "dcp", "--to-world", str(world), *words, code=code)
 
 
-def local(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, bytes]]:
     """What `convert` writes here, by the number of ranks."""
     folder = tmp_path_factory.mktemp("made")
     for world in (2, 4):
         convert(world, dst=folder / str(world))
-    return {world: local(folder / str(world)) for world in (2, 4)}
+    return {world: contents(folder / str(world)) for world in (2, 4)}
 
 
 def names_at(address: str) -> set[str]:
@@ -146,11 +143,11 @@ def test_every_format(store: Hub, tmp_path: Path) -> None:
         run("convert", SAMPLE, f"hf://buckets/me/runs/{words[0]}", *words[1:])
         batches = store.buckets["me/runs"].batches
         assert len(batches[-1 if batches[-1][0][0] == "addFile" else -2]) == 1
-    assert store.in_bucket("me/runs") == local(tmp_path / "x")
+    assert store.in_bucket("me/runs") == contents(tmp_path / "x")
     # One file replaces itself, and no other.
     run("convert", SAMPLE, "hf://buckets/me/runs/c/all.pt", "--only", "model", code=OverwriteError.exit_code)
     run("convert", SAMPLE, "hf://buckets/me/runs/c/all.pt", "--only", "model", "--overwrite")
-    assert len(store.in_bucket("me/runs")) == len(local(tmp_path / "x"))
+    assert len(store.in_bucket("me/runs")) == len(contents(tmp_path / "x"))
     run("reshard", SAMPLE, "hf://buckets/me/runs/w2", "--to-world", "2")
     assert run("inspect", "hf://buckets/me/runs/w2")["world_size"] == 2
 
@@ -159,7 +156,7 @@ def test_an_export(store: Hub, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_shard_size": "1KB", "card": False}
     ckpttool.export(SAMPLE, tmp_path / "here", **options)
     done = ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", **options)
-    assert store.in_bucket("me/runs", "model/") == local(tmp_path / "here")
+    assert store.in_bucket("me/runs", "model/") == contents(tmp_path / "here")
     assert store.buckets["me/runs"].batches[-2:] == [
         [("addFile", "model/model.safetensors.index.json")],
         [("deleteFile", "model/.ckpttool.partial")],
@@ -173,7 +170,7 @@ def test_an_export(store: Hub, tmp_path: Path) -> None:
     # Fewer files: those that are left over are removed, once the new ones are there.
     ckpttool.export(SAMPLE, "hf://buckets/me/runs/model", card=False, overwrite=True)
     ckpttool.export(SAMPLE, tmp_path / "one", card=False)
-    assert store.in_bucket("me/runs", "model/") == local(tmp_path / "one")
+    assert store.in_bucket("me/runs", "model/") == contents(tmp_path / "one")
     with pytest.raises(UsageError, match=r"is inside|is the source"):
         ckpttool.export("hf://buckets/me/runs/model", "hf://buckets/me/runs/model", overwrite=True)
 
@@ -258,7 +255,7 @@ def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tm
         ckpttool.convert(SAMPLE, DST, to="dcp")
     ckpttool.convert(SAMPLE, DST, to="dcp", overwrite=True)
     ckpttool.convert(SAMPLE, tmp_path / "dcp", to="dcp")
-    assert store.in_bucket("me/runs", INSIDE) == local(tmp_path / "dcp")
+    assert store.in_bucket("me/runs", INSIDE) == contents(tmp_path / "dcp")
 
 
 @pytest.mark.parametrize("at", range(7))

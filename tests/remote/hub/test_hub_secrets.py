@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.cli import run
 from support.hub_server import Hub
-from typer.testing import CliRunner, Result
 
 import ckpttool
-from ckpttool.cli.app import application
 from ckpttool.errors import UsageError
 from ckpttool.operations import secrets
 
@@ -124,10 +123,6 @@ PRESENT = (
     "results.txt",
     "unet/credentials.json",
 )
-
-
-def run(*words: str | Path) -> Result:
-    return CliRunner().invoke(application(), [*map(str, words)])
 
 
 @pytest.mark.parametrize("attempt", range(20))
