@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import ckpttool
 from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue.models import models
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
+from ckpttool.serialization import strict_json
 
 
 def saved(folder: Path, *, ranks: int = 2) -> Path:
@@ -399,6 +401,22 @@ def mapped(folder: Path, **tensors: torch.Tensor) -> None:
         said[name] = {"device": "cpu", "shape": shape, "dtype": dtype, "is_nested": False}  # type: ignore[assignment]
         (folder / f"{name}.memmap").write_bytes(one.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     (folder / "meta.json").write_text(json.dumps(said))
+
+
+def test_what_describes_memory_maps_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was parsed for each map, which took time that grows with the square of their number."""
+    folder = saved(tmp_path / "step_100")
+    mapped(folder / "replay", **{f"field{i}": torch.ones(2) for i in range(20)})
+    parsed: list[str] = []
+    parse = strict_json.parse
+
+    def noted(data: bytes, what: str, **hooks: Any) -> Any:
+        parsed.extend([] if hooks else [what])  # with hooks as a document of its own
+        return parse(data, what, **hooks)
+
+    monkeypatch.setattr(strict_json, "parse", noted)
+    assert len([one for one in ckpttool.inspect(folder).tensors if one.name.startswith("replay.")]) == 20
+    assert len([what for what in parsed if "meta.json" in what]) == 1
 
 
 def test_memory_maps_of_tensordict_are_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 from ckpttool.catalogue.dtypes import dtype
@@ -66,7 +67,12 @@ def is_map(location: Location) -> bool:
 
 def _maps(meta: Location) -> dict[str, dict[str, Any]]:
     """Return what a `meta.json` says of each map beside it."""
-    value = strict_json.parse(meta.head(_MAX_META), f"`{meta}`") if meta.is_file() else None
+    return _described(meta.head(_MAX_META), f"`{meta}`") if meta.is_file() else {}
+
+
+@lru_cache(maxsize=1)  # each map of a folder asks for it, and is one of thousands in a replay buffer
+def _described(data: bytes, what: str) -> dict[str, dict[str, Any]]:
+    value = strict_json.parse(data, what)
     items = value.items() if isinstance(value, dict) else ()
     return {f"{name}{_MAP}": one for name, one in items if isinstance(one, dict) and not one.get("is_nested")}
 
