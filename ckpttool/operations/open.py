@@ -32,7 +32,7 @@ from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import locate
 from ckpttool.text import html_table, plural, size
 from ckpttool.transfer import checksums
-from ckpttool.transfer.file_checksums import WholeFiles
+from ckpttool.transfer.file_checksums import check_complete, pieces_of
 from ckpttool.transfer.numbers import numbers
 from ckpttool.transfer.read import part, read_box
 
@@ -337,15 +337,8 @@ class Checkpoint(Subtree):
     def check_read(self, tensors: Iterable[Tensor]) -> None:
         """Compare the files of which `tensors`, which were read, are all that there is with the manifest beside them.
         Raises CorruptError."""
-        used, files = checksums.Pieces(), WholeFiles(self._source.catalogue)
-        for tensor in tensors:
-            for chunk in tensor.chunks:
-                for extent in self._source.resolve(tensor, chunk).stored():
-                    if extent.record is not None and extent.record.crc is not None:
-                        used.add(extent.record, extent.offset, extent.nbytes, None)
-        files.note(used.records(), used)
-        for number in files.complete():
-            files.check(number, self._pool.crc_of)
+        used = pieces_of(tensors, self._source)
+        check_complete(used.records(), used, self._source.catalogue, self._pool)
 
     def close(self) -> None:
         """Close the files. Names and shapes stay; reading raises UsageError. Closing twice does nothing."""

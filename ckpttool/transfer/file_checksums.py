@@ -146,21 +146,34 @@ class WholeFiles:
             raise _differs(file.location, found, expected, place, hint)
 
 
-def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads: int) -> None:
-    """Compare the records of tensors, which were read without it, with the CRCs that their writer left, and the files
-    of which these are all with the manifest beside them. Raises CorruptError."""
-    catalogue, read, files = source.catalogue, Pieces(), WholeFiles(source.catalogue)
+def pieces_of(tensors: Iterable[Tensor], source: Source) -> Pieces:
+    """Return what tensors use of the records that have CRCs; not what was checked when the source was opened."""
+    used = Pieces()
     for tensor in tensors:
         for chunk in tensor.chunks:
             for extent in source.resolve(tensor, chunk).stored():
                 if extent.record is not None and extent.record.crc is not None and not extent.checked:
-                    read.add(extent.record, extent.offset, extent.nbytes, None)
+                    used.add(extent.record, extent.offset, extent.nbytes, None)
+    return used
+
+
+def check_complete(records: Iterable[Record], read: Pieces, catalogue: Catalogue, pool: Pool) -> None:
+    """Compare the files of which these records are all, of which `read` has what was read, with the manifest beside
+    them. Raises CorruptError."""
+    files = WholeFiles(catalogue)
+    files.note(records, read)
+    for number in files.complete():
+        files.check(number, pool.crc_of)
+
+
+def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads: int) -> None:
+    """Compare the records of tensors, which were read without it, with the CRCs that their writer left, and the files
+    of which these are all with the manifest beside them. Raises CorruptError."""
+    catalogue, read = source.catalogue, pieces_of(tensors, source)
 
     def check_one(record: Record) -> None:
         check(record, read, catalogue, partial(pool.crc_of, catalogue.files[record.file].location))
 
     records = [record for record in read.records() if is_worth_checking(record, read.used(record))]
     on_threads(iter(records), check_one, threads, Work(sum(record.nbytes for record in records), None))
-    files.note(records, read)
-    for number in files.complete():
-        files.check(number, pool.crc_of)
+    check_complete(records, read, catalogue, pool)
