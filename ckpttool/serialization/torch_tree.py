@@ -158,6 +158,15 @@ def covered(spans: Iterable[Span]) -> int:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
+def needed(value: Tensor | Link, catalogue: Catalogue, owner: str) -> Tensor:
+    """Return a tensor, or the one that a link refers to. Raises LossError if the `owner` needs one that is left out."""
+    tensor = value if isinstance(value, Tensor) else catalogue.entries.get(value.path)
+    if not isinstance(tensor, Tensor):
+        message = f"{owner} needs the tensor `{dotted(value.path)}`, which is left out"
+        raise LossError(message, hint="keep both or leave both out", tensor=dotted(value.path))
+    return tensor
+
+
 class StorageKeys:
     """Gives each tensor of a catalogue its storage, numbered in the order in which the pickle mentions them; tied ones
     share it. `shape_of` says how much of a tensor this file has; `owner` is what messages call the one that needs it.
@@ -174,10 +183,7 @@ class StorageKeys:
         """Return a tensor, or what a link refers to, for `torch_zip_writer.lay_out`."""
         if not isinstance(value, (Tensor, Link)):
             return None
-        tensor = value if isinstance(value, Tensor) else self._catalogue.entries.get(value.path)
-        if not isinstance(tensor, Tensor):
-            message = f"{self._owner} needs the tensor `{dotted(value.path)}`, which is left out"
-            raise LossError(message, hint="keep both or leave both out", tensor=dotted(value.path))
+        tensor = needed(value, self._catalogue, self._owner)
         key = self._keys.setdefault(self._catalogue.first(tensor).path, str(len(self._keys)))
         self.tensors[tensor.path] = key
         return NewTensor(key, tensor.dtype, self._shape_of(tensor), isinstance(value, Link) and value.storage)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from ckpttool.errors import CkptError, DeniedError, ReadError, StorageError
+from ckpttool.errors import CkptError, DeniedError, OverwriteError, ReadError, StorageError
 from ckpttool.text import near_names
 
 FREE_SPACE = "free some space, or write somewhere else"
@@ -151,3 +151,9 @@ def os_errors(path: str, doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise from_os_error(error, path, doing) from None
+
+
+def written_meanwhile(address: str) -> OverwriteError:
+    """Return the error for a destination that somebody else has written."""
+    message = f"`{address}` exists: another run has written it in the meantime"
+    return OverwriteError(message, hint="pass `--overwrite` to replace it", file=address)

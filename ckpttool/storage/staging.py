@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, StorageError, UsageError
 from ckpttool.storage import files, remnants, workspace
-from ckpttool.storage.errors import from_os_error, not_expanded, of_windows, os_errors
+from ckpttool.storage.errors import from_os_error, not_expanded, of_windows, os_errors, written_meanwhile
 from ckpttool.storage.stage import StagingArea
 from ckpttool.storage.stores import Location, is_remote
 
@@ -78,11 +78,7 @@ def stage(
             os.fsync(current.place.above)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise OverwriteError(
-                    f"`{dst}` exists: another run has written it in the meantime",
-                    hint="pass `--overwrite` to replace it",
-                    file=dst,
-                ) from None
+                raise written_meanwhile(dst) from None
             raise from_os_error(error, dst, "write") from None
         current.keep = False
         if rest is not None:

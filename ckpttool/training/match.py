@@ -55,6 +55,7 @@ class ModelMatch:
 
 
 _ABSENT = object()
+_GROUPS = "group the parameters as in the run that saved it"
 
 
 def match(
@@ -247,7 +248,7 @@ def match_names(
     by_name = {strip_wrappers(name): (i, name) for i, group in enumerate(saved.groups) for name in group.params}
     free = [i for i, group in enumerate(saved.groups) if not group.params]
     matches: list[GroupMatch] = []
-    hint = "group the parameters as in the run that saved it; torch would mix the hyper-parameters up"
+    hint = f"{_GROUPS}; torch would mix the hyper-parameters up"
     for number, (group, of_group) in enumerate(zip(groups, names, strict=True)):
         known = [next((by_name[name] for name in named if name in by_name), (None, None)) for named in of_group]
         unknown = [named[0] for named, (i, _) in zip(of_group, known, strict=True) if i is None]
@@ -272,7 +273,7 @@ def match_names(
         if lacking:
             raise UsageError(
                 f"`{path}`: group {i} has parameters that the optimizer does not have: {some(lacking)}",
-                hint="group the parameters as in the run that saved it",
+                hint=_GROUPS,
             )
     return matches
 
@@ -284,7 +285,7 @@ def _in_order(optimizer: torch.optim.Optimizer, saved: SavedOptimizer, path: str
     if group_sizes != saved_sizes:
         raise UsageError(
             f"`{path}`: its optimizer has groups of {saved_sizes} parameters, this one of {group_sizes}",
-            hint="group the parameters as in the run that saved it",
+            hint=_GROUPS,
             found=saved_sizes,
             expected=group_sizes,
         )

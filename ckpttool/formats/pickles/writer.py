@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpttool.catalogue import boxes, flatten
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, File, Path, Tensor
 from ckpttool.catalogue.protocols import CreatedSink, FormatLoss, Sink, SinkOptions
 from ckpttool.catalogue.values import Link, Stub, stub_type
-from ckpttool.errors import LossError
-from ckpttool.serialization import numpy_arrays, pickler, torch_legacy, torch_zip_writer
+from ckpttool.serialization import numpy_arrays, pickler, torch_legacy, torch_tree, torch_zip_writer
 from ckpttool.serialization.pickler import PickleWriter
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
@@ -52,10 +51,7 @@ class _RebuildCalls:
             return True
         if not isinstance(value, (Tensor, Link)):
             return False
-        tensor = value if isinstance(value, Tensor) else self._catalogue.entries.get(value.path)
-        if not isinstance(tensor, Tensor):
-            message = f"an object needs the tensor `{dotted(value.path)}`, which is left out"
-            raise LossError(message, hint="keep both or leave both out", tensor=dotted(value.path))
+        tensor = torch_tree.needed(value, self._catalogue, "an object")
         first = self._catalogue.first(tensor).path
         if first not in self._calls:
             self._calls[first] = self._call(tensor, first)

@@ -20,7 +20,8 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, UsageError
+from ckpttool.errors import CkptError, CorruptError, RemoteError, UsageError
+from ckpttool.storage.errors import written_meanwhile
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -177,12 +178,6 @@ def changed(address: str) -> RemoteError:
         hint="run this again when nothing else writes to it",
         file=address,
     )
-
-
-def written_meanwhile(address: str) -> OverwriteError:
-    """Return the error for a destination that somebody else has written."""
-    message = f"`{address}` exists: another run has written it in the meantime"
-    return OverwriteError(message, hint="pass `--overwrite` to replace it", file=address)
 
 
 def too_many(address: str, most: int) -> UsageError:

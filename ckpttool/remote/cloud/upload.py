@@ -37,7 +37,7 @@ from ckpttool.remote.cloud.ranges import Ranges
 from ckpttool.remote.cloud.store import LARGEST_FOLDER, CloudStore
 from ckpttool.storage import workspace
 from ckpttool.storage.crc import crc_of
-from ckpttool.storage.errors import os_errors
+from ckpttool.storage.errors import os_errors, written_meanwhile
 from ckpttool.storage.senders import Senders, SendingStopped, SentFile
 from ckpttool.storage.stores import Location, Outgoing, local_path
 from ckpttool.storage.streamed import StreamedFile
@@ -418,7 +418,7 @@ class _BucketUpload:
             if there is not None and there.size == assembly.size and _md5_of(there.tag) == (assembly.tag or ""):
                 tag = there.tag
             elif isinstance(error, AlreadyExistsError | PreconditionError):
-                raise errors.written_meanwhile(self._address) if there is None else self._taken() from None
+                raise written_meanwhile(self._address) if there is None else self._taken() from None
             else:
                 raise
         self._unanswered.discard(key)
@@ -504,7 +504,7 @@ class _BucketUpload:
                 if there is not None and there.size == local.size and self._md5(name, there, local) == local.md5():
                     tag = there.tag
                 elif isinstance(error, AlreadyExistsError | PreconditionError):
-                    raise errors.written_meanwhile(self._address) if there is None else self._taken() from None
+                    raise written_meanwhile(self._address) if there is None else self._taken() from None
                 elif attempt == _ATTEMPTS - 1 or (local.is_streamed and local.is_begun) or not errors.is_broken(error):
                     raise
                 else:
@@ -538,7 +538,7 @@ class _BucketUpload:
     def _taken(self) -> OverwriteError:
         """Return the error for a checkpoint that another run has made here; what is there may be of it by now."""
         self._claim.names, self._claim.commit, self._sent = [], None, {}
-        return errors.written_meanwhile(self._address)
+        return written_meanwhile(self._address)
 
     def _md5(self, name: str, there: StoredObject, local: _LocalFile) -> str:
         """Return the MD5 of an object that is read, as that of a file is computed."""

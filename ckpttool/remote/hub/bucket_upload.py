@@ -24,7 +24,7 @@ from huggingface_hub._buckets import _BucketAddFile
 from huggingface_hub.errors import BucketNotFoundError
 from huggingface_hub.utils._runtime import is_xet_available
 
-from ckpttool.errors import OverwriteError, RemoteError, UsageError
+from ckpttool.errors import RemoteError, UsageError
 from ckpttool.remote.hub import bucket_mark, client, listing, xet
 from ckpttool.remote.hub.address import Address, parse
 from ckpttool.remote.hub.bucket_mark import BucketMark
@@ -186,13 +186,7 @@ class _HubBucketUpload(Upload):
         """Raise OverwriteError for files at the destination, but for those that are what is written."""
         taken = sorted(self._repo_files.keys() - set(map(self._path, names)))
         if taken:
-            root, name = self.address.root, self._claimed
-            raise OverwriteError(
-                f"`{root}/{name}` exists" if taken == [name] else f"`{root}/{name}` has files: {some(taken)}",
-                hint="pass `--overwrite` to replace it" + ("" if name else f", or name a folder: `{root}/step-1000`"),
-                file=f"{root}/{name}" if name else root,
-                found=taken,
-            )
+            raise self._taken(self._claimed, taken, is_whole=taken == [self._claimed])
 
     # Files -----------------------------------------------------------------------------------------------------------
 

@@ -246,6 +246,18 @@ class Upload:
                 f"`{self.address}`: cannot be written: there is no token", hint=errors.LOG_IN, file=str(self.address)
             )
 
+    def _taken(self, name: str, found: Sequence[str], *, is_whole: bool) -> OverwriteError:
+        """Return the error for files that are there, at or below a name; `is_whole` says that they are all of it."""
+        root = self.address.root
+        place = f"{root}/{name}" if name else root
+        more = "" if name else f", or name a folder: `{root}/step-1000`"
+        return OverwriteError(
+            f"`{place}` exists" if is_whole else f"`{place}` has files: {some(found)}",
+            hint=f"pass `--overwrite` to replace it{more}",
+            file=place,
+            found=found,
+        )
+
     def _check_private(self, private: bool) -> None:
         """Raise UsageError if what is there is public, and may not be."""
         what = "bucket" if self.address.is_bucket else "repository"
@@ -497,13 +509,7 @@ class _RepositoryUpload(Upload):
             if (path == name or path.startswith(f"{name}/") if name else path not in _OF_REPOSITORY)
         }
         if inside and not overwrite:
-            root = self.address.root
-            raise OverwriteError(
-                f"`{root}/{name}` exists" if name else f"`{root}` has files: {some(sorted(inside))}",
-                hint="pass `--overwrite` to replace it" + ("" if name else f", or name a folder: `{root}/step-1000`"),
-                file=f"{root}/{name}" if name else root,
-                found=sorted(inside),
-            )
+            raise self._taken(name, sorted(inside), is_whole=bool(name))
         self.deletions = sorted(inside - {self._path(file.name) for file in outgoing})
         self.sent.removed = self.deletions
 
