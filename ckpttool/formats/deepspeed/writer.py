@@ -16,17 +16,17 @@ Upstream: DeepSpeed 0.19 `runtime/engine.py` (`_common_checkpoint_state`, `_save
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ckpttool.catalogue import flatten, parts
+from ckpttool.catalogue import flatten, parts, rank_values
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.dtypes import Dtype
-from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Record, Tensor
 from ckpttool.catalogue.protocols import Crcs, FormatLoss, Sink, SinkOptions
+from ckpttool.catalogue.rank_values import OfRank
 from ckpttool.catalogue.values import Stub, TorchSize, stub_type
-from ckpttool.catalogue.warning import Warning
 from ckpttool.flat import zero_partitions as partitions
 from ckpttool.flat.pieces import PieceColumns
 from ckpttool.flat.zero_partitions import Lines, Partition
@@ -35,7 +35,6 @@ from ckpttool.serialization import torch_tree, torch_zip_writer
 from ckpttool.storage import files
 from ckpttool.storage.crc import combine, with_zeros
 from ckpttool.storage.stores import Location
-from ckpttool.text import rank_ranges
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files these are, and whose loader reads them."""
@@ -69,13 +68,8 @@ class ZeroLayout:
 
 def losses(catalogue: Catalogue, path: str, *, layout: ZeroLayout) -> list[FormatLoss]:
     """Return the values that cannot be pickled, and those of ranks that have no file."""
-    lost, world = torch_zip_writer.losses(catalogue.objects), catalogue.world_size
-    for entry in catalogue.entries.values() if layout.partitioned else ():
-        rank = _owner(entry)
-        if rank is not None and rank >= world:
-            why = f"it belongs to rank {rank}, and {world} ranks have no file for it"
-            lost.append(FormatLoss(entry.name, f"{why} (`--drop {entry.part.kind}` leaves `{entry.path[0]}` out)"))
-    return lost
+    of_ranks = _all_of_ranks(catalogue) if layout.partitioned else ()
+    return [*torch_zip_writer.losses(catalogue.objects), *rank_values.without_file(of_ranks, catalogue.world_size)]
 
 
 def create(location: Location, planned: Catalogue, options: SinkOptions, *, layout: ZeroLayout) -> Sink:
@@ -86,11 +80,10 @@ def create(location: Location, planned: Catalogue, options: SinkOptions, *, layo
     return _Writing(location, planned, options.world, layout).run()
 
 
-def _owner(entry: Entry) -> int | None:
-    """Return the rank that has a value of its own beside the model: 3 for `rng.rank3`."""
-    key = parts.find_rank(entry.path[:2])
-    is_own = key is not None and key[0] == 1 and entry.path[1] == parts.rank_key(key[1])
-    return key[1] if key is not None and is_own and entry.path[0] not in _OF_OPTIMIZER else None
+def _all_of_ranks(catalogue: Catalogue) -> list[OfRank]:
+    """Return the values that ranks have of their own beside the model, such as `rng.rank3`."""
+    every = filter(None, map(rank_values.of_rank, catalogue.entries.values()))
+    return [one for one in every if len(one.root) == 1 and one.root[0] not in _OF_OPTIMIZER]
 
 
 class _FlatTensor(NamedTuple):
@@ -138,6 +131,7 @@ class _Writing:
             for path, entry in planned.entries.items()
             if path[:1] == _MODEL and len(path) == 2 and isinstance(entry, Tensor) and not entry.embedded
         }
+        self._of_ranks = _all_of_ranks(planned) if layout.partitioned else []
         self._groups: list[dict[str, Any]] = self._tree(("optimizer", "param_groups")) or []
         self._trained = [name for group in self._groups for name in group["params"]]
         self._config = self._tree(("ds_config",)) or {}
@@ -269,9 +263,9 @@ class _Writing:
             return (path[0], *path[2:]) if is_own else path
 
         own: dict[Path, Entry] = {}
+        of_others = {one.entry.path for one in self._of_ranks if one.rank != rank}
         for path, entry in self._planned.entries.items():
-            owner = _owner(entry) if self._layout.partitioned else None
-            if path[0] not in _OF_OPTIMIZER and owner in (None, rank):
+            if path[0] not in _OF_OPTIMIZER and path not in of_others:
                 own[within(path)] = entry
         containers = {within(path): container for path, container in self._planned.containers.items() if path}
         tree: dict[str, Any] = flatten.unflatten(Catalogue("", entries=own, containers=containers))
@@ -380,7 +374,7 @@ class _Writing:
     def _created(self) -> Catalogue:
         created = Catalogue("deepspeed", self._files, facts={"layout": f"ZeRO-{self._layout.stage}"})
         created.containers = dict(self._planned.containers)
-        created.warnings += self._left_without()
+        created.warnings += rank_values.left_without(self._of_ranks, self._world)
         filled: dict[Path, Path] = {}
         columns = PieceColumns()
         for path, entry in self._planned.entries.items():
@@ -401,16 +395,6 @@ class _Writing:
             created.add(replace(entry, chunks=copies[0] if copies else Chunks(), alias=alias))
             created.replicas += [replace(entry, chunks=one, alias=None) for one in copies[1:] if alias is None]
         return created
-
-    def _left_without(self) -> Iterator[Warning]:
-        holders = defaultdict[Hashable, set[int]](set)
-        for entry in self._planned.entries.values() if self._layout.partitioned else ():
-            if (rank := _owner(entry)) is not None:
-                holders[entry.path[0]].add(rank)
-        for root, having in holders.items():
-            if without := {*range(self._world)} - having:
-                text = f"the files of {rank_ranges(without)} have no `{dotted((root,))}`, as these saved none"
-                yield Warning("per-rank", text)
 
 
 def _leaf(path: Path, dtype: Dtype, numel: int | None, shape: Ints = ()) -> Tensor:

@@ -19,17 +19,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ckpttool.catalogue import flatten, parts
+from ckpttool.catalogue import flatten, parts, rank_values
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, File, Path, Tensor, above, dotted
 from ckpttool.catalogue.protocols import FormatLoss, Sink, SinkOptions
-from ckpttool.catalogue.warning import Warning
+from ckpttool.catalogue.rank_values import OfRank
 from ckpttool.errors import LossError
 from ckpttool.serialization import sharded_pickle, torch_tree, torch_zip_writer
 from ckpttool.serialization.torch_pickle import Wrapper
 from ckpttool.storage import files
 from ckpttool.storage.stores import Location
-from ckpttool.text import rank_ranges
 
 _ROOT = "archive"  # what torch calls it when it saves to a buffer
 
@@ -38,7 +37,7 @@ def create(location: Location, planned: Catalogue, options: SinkOptions) -> Sink
     """Create an archive of full size for each rank, with holes where the payloads go."""
     files.make_directory(location)
     created = Catalogue("rankfiles", facts={"layout": "rank files"}, containers=dict(planned.containers))
-    created.warnings += _left_without(planned, options.world)
+    created.warnings += rank_values.left_without(_all_of_ranks(planned), options.world)
     cut = {tensor.path: Chunks() for tensor in planned.tensors if _is_cut(tensor, options.world)}
     whole: dict[Path, list[Tensor]] = defaultdict(list)
     layouts: list[torch_zip_writer.ArchiveLayout] = []
@@ -99,19 +98,12 @@ def _local_shape(tensor: Tensor, rank: int, world: int) -> Ints:
     return box[1] if box is not None else (0, *tensor.shape[1:])
 
 
-def _owner(entry: Entry) -> tuple[int, int] | None:
-    """Return the depth and the number of the rank's key in the path of a value of one rank: `rng.rank3.torch`. A module
-    or a parameter may be called `rank3` too."""
-    key = parts.find_rank(entry.path) if entry.part.kind not in ("model", "optimizer") else None
-    return key if key is not None and entry.path[key[0]] == parts.rank_key(key[1]) else None
-
-
 def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
     """Return the entries of a rank's file, by their paths in it."""
     seen = Catalogue(planned.format)
     for path, entry in planned.entries.items():
-        owner = _owner(entry)
-        if owner is not None and owner[1] != rank:
+        owner = _of_rank(entry)
+        if owner is not None and owner.rank != rank:
             continue
         own_path = path if owner is None else parts.without_rank(path)
         if own_path in seen.entries:
@@ -126,30 +118,16 @@ def _seen_by(planned: Catalogue, rank: int) -> Catalogue:
     return seen
 
 
-def _owned(planned: Catalogue) -> Iterator[tuple[Path, int, Entry]]:
-    """Yield the values of single ranks: the path of what each belongs to, its rank, and the entry."""
-    for entry in planned.entries.values():
-        if (owner := _owner(entry)) is not None:
-            yield entry.path[: owner[0]], owner[1], entry
+def _of_rank(entry: Entry) -> OfRank | None:
+    """Return which rank a value is of: `rng.rank3.torch`. A module or a parameter may be called `rank3` too."""
+    return rank_values.of_rank(entry) if entry.part.kind not in ("model", "optimizer") else None
 
 
-def _left_without(planned: Catalogue, world: int) -> list[Warning]:
-    holders_of: dict[Path, set[int]] = defaultdict(set)
-    for root, rank, _ in _owned(planned):
-        holders_of[root].add(rank)
-    return [
-        Warning("per-rank", f"the files of {rank_ranges(without)} have no `{dotted(root)}`, as these saved none")
-        for root, holders in holders_of.items()
-        if (without := {*range(world)} - holders)
-    ]
+def _all_of_ranks(catalogue: Catalogue) -> Iterator[OfRank]:
+    return filter(None, map(_of_rank, catalogue.entries.values()))
 
 
 def losses(catalogue: Catalogue, path: str) -> list[FormatLoss]:
     """Return the values of ranks that have no file, and values that cannot be pickled."""
-    world = catalogue.world_size
-    lost = []
-    for root, rank, entry in _owned(catalogue):
-        if rank >= world:
-            why = f"it belongs to rank {rank}, and {world} ranks have no file for it"
-            lost.append(FormatLoss(entry.name, f"{why} (`--drop {entry.part.kind}` leaves `{dotted(root)}` out)"))
-    return lost + torch_zip_writer.losses(catalogue.objects)
+    lost = rank_values.without_file(_all_of_ranks(catalogue), catalogue.world_size)
+    return [*lost, *torch_zip_writer.losses(catalogue.objects)]
