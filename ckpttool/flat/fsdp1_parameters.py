@@ -73,6 +73,13 @@ def is_flat(trees: Trees) -> bool:
     return any(isinstance(value, RankShard) and unit_of(name) is not None for name, value in trees[0].items())
 
 
+def no_shapes(missing: Sequence[str]) -> CorruptError:
+    """Return the error for parameters whose shapes are not known."""
+    message = f"there is no shape for {len(missing)} parameters of the files: {some(missing)}"
+    hint = "`--shapes` has to name a checkpoint of the same model, with the same names"
+    return CorruptError(message, hint=hint, missing=missing)
+
+
 def model(trees: Trees, place: Place, options: OpenOptions, files: Sequence[str] = ()) -> ModelParameters:
     """Return the parameters of a `LOCAL_STATE_DICT` set. `files` are the names of the ranks' files, for messages. Pure.
 
@@ -200,9 +207,7 @@ def _from_pieces(
     known = {first[name]: shape for name, shape in known.items()} | known
     missing = [name for name in pieces if first[name] not in known]
     if missing:
-        message = f"there is no shape for {len(missing)} parameters of the files: {some(missing)}"
-        hint = "`--shapes` has to name a checkpoint of the same model, with the same names"
-        raise CorruptError(message, hint=hint, missing=missing)
+        raise no_shapes(missing)
     tensors: dict[str, Rebuilt] = {}
     counted: list[Counted] = []
     numels: dict[str | None, list[int]] = {unit: [] for unit in (*flats, None)}

@@ -24,7 +24,7 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Chunks, Entry, Extent, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import OpenOptions, Source
 from ckpttool.errors import CkptError, CorruptError, UsageError
-from ckpttool.flat.fsdp1_parameters import owner_of, shapes_needed, unit_of, unordered
+from ckpttool.flat.fsdp1_parameters import no_shapes, owner_of, shapes_needed, unit_of, unordered
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.layout.optimizer.parse import parse_key
 from ckpttool.text import some
@@ -113,11 +113,7 @@ def _restore(source: Source, read: Read, model: _Model, shapes: Mapping[str, Int
     pieces = {name for name in lines if shapes.get(name) != model.others[name].shape}
     missing = sorted(pieces - shapes.keys())
     if missing:
-        raise CorruptError(
-            f"there is no shape for {len(missing)} parameters of the files: {some(missing)}",
-            hint="`--shapes` has to name a checkpoint of the same model, with the same names",
-            missing=missing,
-        )
+        raise no_shapes(missing)
     order = [name for name in shapes if name not in model.others or name in pieces]
     if pieces:
         order = [name for name in shapes if name in {*lines}] if ordered else lines

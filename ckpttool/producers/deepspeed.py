@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -187,9 +187,7 @@ def _checked(
     for number, group in enumerate(found):
         names = [name for name in group["params"] if name in state] or group["params"]
         frozen += [name for name in group["params"] if name not in names]
-        if absent := [name for name in group["params"] if name not in tensors]:
-            text = f"the optimizer trains {some(absent)}, which the model does not have"
-            raise LossError(text, hint="model and optimizer are of two runs, or `--exclude` took it", tensor=absent[0])
+        _check_there(group["params"], tensors)
         if experts := [name for name in names if _EXPERT in name]:
             text = f"{some(experts)}: experts have files and groups of ranks of their own, which are not written"
             raise LossError(text, hint=_KEEPS, tensor=experts[0])
@@ -327,9 +325,15 @@ def _add_model(
             _add_file(builder, entry, name, "fp32", ("model", name), "model", trained=name in trained)
         else:
             builder.lose(entry, "DeepSpeed has a folder of this name, which cannot be")
-    if absent := sorted(trained - shapes.keys()):
-        raise LossError(f"the optimizer trains {some(absent)}, which the model does not have", tensor=absent[0])
+    _check_there(sorted(trained), shapes)
     return shapes, shared
+
+
+def _check_there(trained: Iterable[str], model: Collection[str]) -> None:
+    """Raise LossError for names of the optimizer that are none of the model's."""
+    if absent := [name for name in trained if name not in model]:
+        text = f"the optimizer trains {some(absent)}, which the model does not have"
+        raise LossError(text, hint="model and optimizer are of two runs, or `--exclude` took it", tensor=absent[0])
 
 
 def _is_folder(name: str) -> bool:

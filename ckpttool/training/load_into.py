@@ -25,7 +25,7 @@ from ckpttool.training import collectives, known_objects
 from ckpttool.training.contents import LoadOptions, Shape, from_picklable
 from ckpttool.training.fill import Filler, check_fillable
 from ckpttool.training.load import Loaded, load_parts, path_first
-from ckpttool.training.match import element_kind
+from ckpttool.training.match import element_kind, unknown_class
 from ckpttool.training.rank_values import RankValues
 from ckpttool.training.read import empty, like, local_shards
 from ckpttool.training.sharded_values import is_sharded
@@ -218,13 +218,9 @@ class _OwnObjects:
             self._to_read.discard(where)
             self.missing.append(dotted(where))
             return
-        raise UsageError(
-            f"`{self._path}`: `{dotted(where)}` has an object of the class {kind}, which cannot be created from a "
-            "checkpoint",
-            hint="tensors, numbers, strings and containers of them are loaded, and an object that has a "
-            "`load_state_dict`; `strict=False` leaves the value unchanged",
-            tensor=dotted(where),
-        )
+        loaded = "tensors, numbers, strings and containers of them are loaded, and an object that has a"
+        hint = f"{loaded} `load_state_dict`; `strict=False` leaves the value unchanged"
+        raise unknown_class(self._path, dotted(where), kind, hint)
 
     def _check_entry(self, where: Path, value: Any, entry: Object) -> None:
         saved = from_picklable(entry.value)

@@ -135,15 +135,18 @@ def _by_clean_name(names: Iterable[str]) -> dict[str, str]:
     return originals
 
 
+def unknown_class(path: str, name: str, kind: str, hint: str) -> UsageError:
+    """Return the error for an object that would have to be created."""
+    text = f"`{path}`: `{name}` has an object of the class {kind}, which cannot be created from a checkpoint"
+    return UsageError(text, hint=hint, tensor=name)
+
+
 def check_complete(matched: ModelMatch, contents: Contents, model: nn.Module) -> None:
     """Raise UsageError with the missing and unexpected keys and the names nearest to them, or with a tensor that is
     integers in the checkpoint and real numbers in the model."""
     for name, kind in matched.unknown_classes.items():
-        raise UsageError(
-            f"`{contents.path}`: `{name}` has an object of the class {kind}, which cannot be created from a checkpoint",
-            hint="tensors, bytes, numbers, strings and containers of them are loaded; `strict=False` leaves it out",
-            tensor=name,
-        )
+        loaded = "tensors, bytes, numbers, strings and containers of them are loaded; `strict=False` leaves it out"
+        raise unknown_class(contents.path, name, kind, loaded)
     missing = ("missing", matched.missing, matched.unexpected or list(contents.model))
     both = (missing, ("unexpected", matched.unexpected, matched.missing))
     problems = [f"{what} key{'s' * (len(names) > 1)}: {_with_near(names, near)}" for what, names, near in both if names]

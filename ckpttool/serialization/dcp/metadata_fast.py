@@ -22,14 +22,14 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, compress, islice, pairwise, repeat
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import pickle_opcodes
 from ckpttool.serialization.dcp.metadata_tensors import GET as _GET
 from ckpttool.serialization.dcp.metadata_tensors import INT as _INT
-from ckpttool.serialization.dcp.metadata_tensors import Described, Descriptions, TensorRun
+from ckpttool.serialization.dcp.metadata_tensors import Described, Descriptions, IndexRun, TensorRun
 
 Words = tuple[tuple[str, bytes], ...]
 
@@ -60,17 +60,14 @@ class Skipped:
 _SKIPPED = Skipped()
 
 
-class RunColumns:
+class RunColumns(IndexRun):
     """The columns of one run: for each object of an entry, its fields. A column is as long as the run."""
 
-    __slots__ = ("_columns", "_expected", "_references", "_tables", "count", "marker", "used")
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise CorruptError("a pickle changes what stands for a run of the index")
+    __slots__ = ("_columns", "_expected", "_references", "_tables", "count", "marker")
 
     def __init__(self, columns: list[list[Any]], expected: Sequence[tuple[Any, ...] | None]) -> None:
+        super().__init__()
         self.count = len(columns[0])
-        self.used = False
         self.marker: Skipped | None = None
         self._columns, self._expected = columns, expected
         self._references = list(dict.fromkeys(chain.from_iterable(c for c in columns if isinstance(c[0], bytes))))
@@ -108,9 +105,7 @@ class RunColumns:
 
     def use(self, objects: int) -> list[dict[str, list[Any]]]:
         """Return the columns of so many objects, by field. Raises CorruptError the second time."""
-        if self.used or len(self._tables) != objects:
-            raise CorruptError("a run of the index comes twice, or is not where it belongs")
-        self.used = True
+        self._take(is_right=len(self._tables) == objects)
         return self._tables
 
 

@@ -43,18 +43,33 @@ def _description(put: bytes) -> bytes:
     return b"%b%b(?:%b(?:%b|%b|%b|%b))+%b" % (GET, new, GET, size, properties, chunks, plain, end)
 
 
-class TensorRun:
-    """Tensors one after the other: their `names`, and which of the `descriptions` each has."""
+class IndexRun:
+    """Entries of an index one after the other, for which one object stands in the pickle."""
 
-    __slots__ = ("descriptions", "names", "numbers", "used")
+    __slots__ = ("used",)
 
-    def __init__(self, names: list[str], numbers: list[int]) -> None:
-        self.names, self.numbers = names, numbers
-        self.descriptions: list[Any] = []
+    def __init__(self) -> None:
         self.used = False
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise CorruptError("a pickle changes what stands for a run of the index")
+
+    def _take(self, *, is_right: bool) -> None:
+        """Note that it was used. Raises CorruptError the second time, and unless it `is_right`."""
+        if self.used or not is_right:
+            raise CorruptError("a run of the index comes twice, or is not where it belongs")
+        self.used = True
+
+
+class TensorRun(IndexRun):
+    """Tensors one after the other: their `names`, and which of the `descriptions` each has."""
+
+    __slots__ = ("descriptions", "names", "numbers")
+
+    def __init__(self, names: list[str], numbers: list[int]) -> None:
+        super().__init__()
+        self.names, self.numbers = names, numbers
+        self.descriptions: list[Any] = []
 
     def refer(self, descriptions: list[Any]) -> TensorRun:
         """Set what the pickle has made of the descriptions."""
@@ -63,9 +78,7 @@ class TensorRun:
 
     def use(self) -> TensorRun:
         """Return the run itself. Raises CorruptError the second time."""
-        if self.used or not self.descriptions:
-            raise CorruptError("a run of the index comes twice, or is not where it belongs")
-        self.used = True
+        self._take(is_right=bool(self.descriptions))
         return self
 
 
