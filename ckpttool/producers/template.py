@@ -101,7 +101,7 @@ class FileTemplate:
         records = {extent.record for extent in runs.values() if extent.record is not None}
         if records:
             with closing(files.Pool(writing=True)) as pool:
-                known = {r: pool.crc_of(location, r.offset, r.nbytes) for r in records if r.crc}
+                known = {r: pool.crc(location, r.offset, r.nbytes) for r in records if r.crc}
                 archive = torch_zip.open_archive(partial(pool.read, location), 0, size, name=f"`{location}`")
                 pool.write_all(location, [*torch_zip_writer.checksum_patches(archive, size, known)])
 

@@ -105,7 +105,7 @@ class Pool:
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def crc_of(self, path: str, offset: int, nbytes: int) -> int:
+    def crc(self, path: str, offset: int, nbytes: int) -> int:
         """Return the CRC-32 of `nbytes` bytes at `offset`. Raises CorruptError if the file ends before."""
         return crc_of(partial(self.read_into, path), offset, nbytes)
 

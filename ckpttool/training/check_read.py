@@ -70,7 +70,7 @@ def check_files(whole: WholeFiles, pool: Pool | None) -> None:
                 whole.unpack(rows[rank])
         for number in whole.complete():
             if number % len(readers) == readers.index(own):
-                whole.check(number, pool.crc_of)
+                whole.check(number, pool.crc)
 
     collectives.all_gather_of(check_own)
 
@@ -90,5 +90,5 @@ def _check(record: Record, read: Pieces, reader: Reader, gap: int) -> bool:
     if read.unread(record) > gap:
         return False
     catalogue = reader.source.catalogue
-    check(record, read, catalogue, partial(reader.pool.crc_of, catalogue.files[record.file].location))
+    check(record, read, catalogue, partial(reader.pool.crc, catalogue.files[record.file].location))
     return True

@@ -163,7 +163,7 @@ def check_complete(records: Iterable[Record], read: Pieces, catalogue: Catalogue
     files = WholeFiles(catalogue)
     files.note(records, read)
     for number in files.complete():
-        files.check(number, pool.crc_of)
+        files.check(number, pool.crc)
 
 
 def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads: int) -> None:
@@ -172,7 +172,7 @@ def check_tensors(tensors: Iterable[Tensor], source: Source, pool: Pool, threads
     catalogue, read = source.catalogue, pieces_of(tensors, source)
 
     def check_one(record: Record) -> None:
-        check(record, read, catalogue, partial(pool.crc_of, catalogue.files[record.file].location))
+        check(record, read, catalogue, partial(pool.crc, catalogue.files[record.file].location))
 
     records = [record for record in read.records() if is_worth_checking(record, read.used(record))]
     on_threads(iter(records), check_one, threads, Work(sum(record.nbytes for record in records), None))

@@ -97,7 +97,7 @@ def _check(
         tally.add(entry, job)
     with closing(Pool()) as pool:
         for record in tally.read.records():
-            tally.check(record, pool.crc_of)
+            tally.check(record, pool.crc)
         for number in tally.now_whole(whole):
-            whole.check(number, pool.crc_of)
+            whole.check(number, pool.crc)
     done(tally.result(sum(nbytes for *_, nbytes in parts)))

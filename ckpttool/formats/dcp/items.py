@@ -199,7 +199,7 @@ class Items:
 
     def crc(self, file: int, begin: int, end: int) -> int:
         """Return the computed CRC of a range of bytes."""
-        return self._pool.crc_of(self._files[file].location, begin, end - begin)
+        return self._pool.crc(self._files[file].location, begin, end - begin)
 
     def _label(self, item: IndexItem, name: str) -> str:
         return f"`{self._files[item.file].name}`: `{name}`"

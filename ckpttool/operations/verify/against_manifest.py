@@ -97,7 +97,7 @@ def _crc(run: Verification, location: Location, nbytes: int) -> int:
     for offset, length, crc in zip(at, at, at, strict=True):
         read.add(whole, offset, length, crc)
     with closing(Pool()) as pool:
-        crc = read.crc(whole, partial(pool.crc_of, location))
+        crc = read.crc(whole, partial(pool.crc, location))
     run.report.hashed_bytes += nbytes
     return crc
 
