@@ -19,18 +19,21 @@ from ckpttool.storage.stores import Location
 from ckpttool.transfer import file_checksums
 
 CONFIG = "config.json"
-_TYPES = {"model_type": str, "architectures": list, "num_hidden_layers": int}
+_TYPES = {"model_type": str, "architectures": list, "num_hidden_layers": int, "tie_word_embeddings": bool}
 _OF_DCP = ".distcp"
 
 
 def facts(location: Location, directory: Directory | None, catalogue: Catalogue) -> dict[str, Any]:
-    """Return `model_type`, `architectures` and `num_hidden_layers` as a config beside the checkpoint has them; nothing
-    where there is none, or it cannot be parsed."""
+    """Return `model_type`, `architectures`, `num_hidden_layers` and `tie_word_embeddings` as a config beside the
+    checkpoint has them; nothing where there is none, or it cannot be parsed."""
     for folder in _folders(location, directory, catalogue):
         config = folder.facts(CONFIG)
         # The model of an image and a text has the layers of each in a config of its own.
         text = config.get("text_config")
-        config = (text if isinstance(text, dict) else {}) | config
+        text = text if isinstance(text, dict) else {}
+        # Of two that contradict each other, versions of transformers go by one or the other.
+        ties = {"tie_word_embeddings": True} if text.get("tie_word_embeddings") is True else {}
+        config = text | config | ties
         if "architectures" in config or "model_type" in config:
             return {key: config[key] for key, kind in _TYPES.items() if type(config.get(key)) is kind}
     return {}

@@ -40,7 +40,7 @@ _APART = (
         "assets",
         "whole objects",
     ),
-    *("model_type", "architectures", "num_hidden_layers"),
+    *("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings"),
 )
 _RUN = 20  # checkpoints of a run, unless -v
 _TITLES = {"producer": "producer", "writer": "written by", "torch": "torch", "layout": "layout"}

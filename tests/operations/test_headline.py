@@ -295,3 +295,30 @@ def test_classes_before_torch_27_do_not_tell_adam_from_adamw(tmp_path: Path) -> 
 def test_flat_parameters_are_counted_once_or_not_at_all(sample: str, count: int | None) -> None:
     """With `use_orig_params` one rank's views of them lie beside, and both hold padding."""
     assert headline(CHECKPOINTS / "rank" / sample / "ckpt").parameters == count
+
+
+@pytest.mark.parametrize("trained_rows", [0, 20])
+def test_a_model_that_ties_no_words_has_a_head_of_its_own(trained_rows: int, tmp_path: Path) -> None:
+    """A head that began as a copy, and of which a few rows were trained, or none yet: transformers counts both."""
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "hf/llama/ckpt", tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.lm_head.weight[40 : 40 + trained_rows] += 0.1
+    model.save_pretrained(tmp_path)
+    assert headline(tmp_path).parameters == sum(p.numel() for p in model.parameters())
+    assert "stored twice" not in run("inspect", str(tmp_path)).stdout
+
+
+def test_a_weight_that_is_stored_twice_is_said_once(tmp_path: Path) -> None:
+    words = torch.randn(40, 8)
+    torch.save({"model.embed_tokens.weight": words, "lm_head.weight": words.clone()}, tmp_path / "a.pt")
+    said = [
+        line
+        for line in run("inspect", str(tmp_path / "a.pt")).stdout.splitlines()
+        if "stored" in line and line[0] == "!"
+    ]
+    assert len(said) == 1 and said[0].startswith("! `lm_head.weight` is `model.embed_tokens.weight`, stored twice"), (
+        said
+    )
+    assert headline(tmp_path / "a.pt").parameters == words.numel()

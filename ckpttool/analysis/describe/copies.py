@@ -29,10 +29,13 @@ def note_copies(source: Source) -> None:
 
 
 def _stored_twice(source: Source) -> Iterator[Warning]:
-    """Yield a warning for each weight that is probably tied, if the checksums of both copies are the same."""
+    """Yield a warning for each weight that is probably tied, if both copies are the same, unless the config says that
+    the model ties none."""
     catalogue = source.catalogue
     of_one = ((*pair, ", and only one has optimizer state") for pair in probably_tied(catalogue))
-    of_none = ((*pair, "") for pair in untrained_pairs(catalogue))
+    # A model may begin with a head that is a copy, and train it.
+    is_untied = catalogue.facts.get("tie_word_embeddings") is False
+    of_none = ((*pair, "") for pair in untrained_pairs(catalogue) if not is_untied)
     for copy, original, more in islice(chain(of_one, of_none), _TIED):
         places = sorted(zip(copy.chunks.offsets, range(len(copy.chunks)), strict=True))
         others = dict(zip(original.chunks.offsets, range(len(original.chunks)), strict=True))

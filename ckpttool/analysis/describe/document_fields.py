@@ -107,6 +107,7 @@ class CheckpointFacts(TypedDict, total=False):
     model_type: str  #: of a `config.json`
     architectures: list[Any]  #: of a `config.json`
     num_hidden_layers: int  #: of a `config.json`
+    tie_word_embeddings: bool  #: of a `config.json`
     producer: str  #: the framework that wrote a run directory
     recognised: Recognised  #: what a checkpoint of another tool is
     assets: list[str]  #: files of a run directory that are not part of the state

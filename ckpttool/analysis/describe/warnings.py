@@ -20,8 +20,10 @@ _SHOWN = 3
 def findings(catalogue: Catalogue, aliases: Mapping[Path, Path]) -> list[Warning]:
     """Return the warnings, which need only the catalogue."""
     twice = _stored_twice(catalogue, aliases)
-    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors), *copies(catalogue)}
-    texts = [f"{_names([t.name for t in ts])} hold the same bytes, stored {_places(ts)} times" for ts in twice]
+    said = {*copies(catalogue)}
+    known = {*aliases, *(tensor.path for tensors in twice for tensor in tensors), *said}
+    unsaid = [tensors for tensors in twice if sum(tensor.path not in said for tensor in tensors) > 1]
+    texts = [f"{_names([t.name for t in ts])} hold the same bytes, stored {_places(ts)} times" for ts in unsaid]
     same_bytes = [Warning("stored-twice", text) for text in texts]
     uneven, tied = _uneven_ranks(catalogue), _look_tied(catalogue, known)
     return [*one_moment_for_two(catalogue, aliases), *uneven, *same_bytes, *tied]

@@ -231,9 +231,11 @@ class Histogram:
         low, high = float(edges[places[first]]), float(edges[places[last] + 1])
         if not high - low < np.inf:
             return None
-        at = np.stack([edges[places], edges[places + 1]], axis=1).reshape(-1)
-        sums = np.stack([ends[:-1], ends[1:]], axis=1).reshape(-1)
-        before = np.rint(np.interp(np.linspace(low, high, BARS + 1), at, sums)).astype(np.int64)
+        within = slice(first, last + 1)
+        at = np.stack([edges[places[within]], edges[places[within] + 1]], axis=1).reshape(-1)
+        sums = np.stack([ends[:-1][within], ends[1:][within]], axis=1).reshape(-1)
+        # As shares of the width: that of zeros of both signs is so small that a slope over it would be infinite.
+        before = np.rint(np.interp(np.linspace(0, 1, BARS + 1), (at - low) / (high - low), sums)).astype(np.int64)
         before[0], before[-1] = ends[first], ends[last + 1]
         return Central(low, high, np.diff(before).tolist(), int(ends[first]), total - int(ends[last + 1]))
 

@@ -320,6 +320,17 @@ def test_a_linear_histogram_of_few_numbers() -> None:
     assert central(-3e38, 3e38) is not None
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
+def test_a_linear_histogram_of_zeros_of_both_signs(name: str) -> None:
+    values = torch.tensor([0.0, -0.0, 0.0, 0.0, -0.0], dtype=getattr(torch, name))
+    total = Accumulator(DTYPES[name])
+    total.feed(values.view(torch.uint8).numpy().view(unsigned(DTYPES[name])))
+    assert total.histogram is not None
+    central = total.histogram.central()
+    assert central is not None and sum(central.counts) == 5 and min(central.counts) >= 0
+
+
 def test_histograms_of_several_tensors_together() -> None:
     values = [np.random.default_rng(i).normal(i, 1, 50_000).astype(np.float32) for i in range(3)]
     histograms = []
