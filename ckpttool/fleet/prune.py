@@ -1,6 +1,6 @@
 """`prune`: which checkpoints of a run stay, and the removal of the others, or of a part of them.
 
-keep      among the last, the newest complete one, or one that a file or link names
+keep      among the last, the newest complete one that opens, or one that a file or link names
 drop      stays without some parts: written again beside it, compared, and put in its place in one step
 remove    gone in one step; in a store its index goes first
 leave     what cannot be judged: not complete, a link, several files, of no step; it stays, and why is said
@@ -16,8 +16,9 @@ from typing import ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue
+from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.patterns import several
+from ckpttool.catalogue.validation import validate
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
 from ckpttool.fleet import run_items
 from ckpttool.operations import publish
@@ -25,9 +26,10 @@ from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
 from ckpttool.operations.manifest import files_of
 from ckpttool.producers import runs
+from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.producers.open import opened
 from ckpttool.producers.published import is_commit
-from ckpttool.producers.runs import RunCheckpoint
+from ckpttool.producers.runs import RunCheckpoint, RunDirectory
 from ckpttool.reports.report import Block, Column, Line, Rows, Styled, Table, bold
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import NAME
@@ -120,7 +122,8 @@ def prune(
 
     The newest complete checkpoint always stays as it is, and so do those that a file or link names as the newest, and
     whatever cannot be judged: a checkpoint that is not complete, a link, several files, one of no step. Each of the
-    others is there as a whole or gone, whenever this is interrupted.
+    others is there as a whole or gone, whenever this is interrupted. Those that others are removed for are opened, and
+    are not complete if they cannot be; their values are not read.
 
     In a store the object that makes a checkpoint of the others goes first. What is to lose parts is written on this
     machine, and sent before it is replaced.
@@ -182,14 +185,33 @@ class _Rule:
         result.others = [str(one) for one in found.others]
         result.others += [str(one.path) for one in found.checkpoints if one not in own]
         directory = Directory(folder)
-        run = runs.with_newest(directory, [run_items.completed(one) for one in own])
+        run, last = self._newest(directory, [run_items.completed(one) for one in own])
         newest = run.chosen
         assert newest is not None
         _check_parts(newest, self.drop)
-        orders = [one.order for one in run.checkpoints if one.complete and one.order]
-        last = {*[*dict.fromkeys(reversed(orders))][: self.keep_last], newest.order}
         pointed = {target for _, target in runs.pointers(directory)}
         return [(one, self._judged(one, newest, last, pointed)) for one in run.checkpoints]
+
+    def _newest(
+        self, directory: Directory, checkpoints: Sequence[RunCheckpoint]
+    ) -> tuple[RunDirectory, set[tuple[int, ...]]]:
+        """Return the run and the places of its last checkpoints. Those that others are removed for are opened: a full
+        disk leaves files that are too short, and one that cannot be read is not complete. Raises ReadError without
+        any."""
+        judged = {one.path: one for one in checkpoints}
+        opened_: set[Location] = set()
+        while True:
+            run = runs.with_newest(directory, [*judged.values()])
+            assert run.chosen is not None
+            orders = [one.order for one in run.checkpoints if one.complete and one.order]
+            last = {*[*dict.fromkeys(reversed(orders))][: self.keep_last], run.chosen.order}
+            kept = [one for one in run.checkpoints if one.complete and (one == run.chosen or one.order in last)]
+            left = [one for one in kept if one.path not in opened_]
+            if not left:
+                return run, last
+            for one in left:
+                opened_.add(one.path)
+                judged[one.path] = replace(one, why_not=_damage(one.path))
 
     def _judged(
         self, one: RunCheckpoint, newest: RunCheckpoint, last: Collection[tuple[int, ...]], pointed: Collection[str]
@@ -234,6 +256,28 @@ def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Locatio
         hint = "`hf repo branch delete` and a squashed history free what it takes"
         raise UsageError(f"`{path}` is a repository, which keeps what is removed in its history", hint=hint)
     return found, own, folder
+
+
+def _damage(path: Location) -> str | None:
+    """Return why a checkpoint cannot be read, as far as its indexes, the sizes of its files, and a header in each tell;
+    None if it can, or nobody knows."""
+    try:
+        with opened(path) as source:
+            catalogue = source.catalogue
+            catalogue.faults[:] = [fault for fault in catalogue.faults if not fault.facts.keys() & {"needs", "unknown"}]
+            validate(catalogue)
+            last: dict[int, tuple[int, Tensor, int]] = {}
+            for tensor in catalogue.tensors:
+                for i, (file, offset) in enumerate(zip(tensor.chunks.file, tensor.chunks.offset, strict=True)):
+                    if file not in last or last[file][0] < offset:
+                        last[file] = offset, tensor, i
+            for _, tensor, i in last.values():
+                source.resolve(tensor, tensor.chunks.at(i))
+    except UnsupportedError:
+        return None
+    except CkptError as error:
+        return error.message
+    return None
 
 
 def _check_parts(newest: RunCheckpoint, drop: Sequence[str]) -> None:

@@ -101,6 +101,36 @@ def test_what_cannot_be_judged_stays_and_is_named(there: Path) -> None:
     assert Path("elsewhere/.metadata").exists()
 
 
+@pytest.mark.parametrize("how", ["short", "zeros", "none"])
+@pytest.mark.parametrize(
+    "sample", ["dcp/fsdp2_w2/ckpt", "rank/fsdp1_w2/ckpt", "hf/sharded_w2/ckpt", "torch/full/ckpt.pt"]
+)
+def test_what_a_full_disk_has_left_is_not_the_newest(
+    sample: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all of its files: others are not removed for it."""
+    monkeypatch.chdir(tmp_path)
+    suffix = Path(sample).suffix
+    for step in (1, 2, 3):
+        source, copy = CHECKPOINTS / sample, Path(f"run/step-{step}{suffix}")
+        if source.is_dir():
+            shutil.copytree(source, copy)
+        else:
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(source, copy)
+    files = [one for one in [copy, *copy.rglob("*")] if one.suffix in (".distcp", ".pt", ".safetensors")]
+    spoilt = max(files, key=lambda one: (one.stat().st_size, one))
+    size = spoilt.stat().st_size
+    os.truncate(spoilt, 0 if how != "short" else size - 100)
+    os.truncate(spoilt, size if how == "zeros" else spoilt.stat().st_size)
+    with untouched("run"):
+        found = actions(ckpttool.prune("run", keep_last=1))
+    assert found == {1: "remove", 2: "keep", 3: "leave"}
+    (why,) = (one.why for one in ckpttool.prune("run", keep_last=2).checkpoints if one.step == 3)
+    assert why.startswith("not complete: ") and (spoilt.name in why or "an empty file" in why), why
+    assert actions(ckpttool.prune("run", keep_last=2)) == {1: "keep", 2: "keep", 3: "leave"}
+
+
 def test_what_is_refused(there: Path) -> None:
     for path, options, error in (
         ("run7", {}, "nothing says what to keep"),
