@@ -104,7 +104,8 @@ def diff(
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)
         for path, source in zip(paths, sources, strict=True):
             result.notes += open.notes_of_run(source.catalogue, path)
-        catalogues = selection.select(sources, paths, selected, result.notes)
+        one, other = (open.taken(path, source.catalogue) for path, source in zip(paths, sources, strict=True))
+        catalogues = selection.select(sources, (one, other), selected, result.notes)
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
             side.format, side.world_size = source.catalogue.format, source.catalogue.world_size
             side.tensor_count, side.object_count = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)

@@ -24,7 +24,7 @@ from ckpttool.catalogue.shown import shown as shown_in_a_line
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.errors import UsageError
 from ckpttool.operations.arguments import check_source
-from ckpttool.producers.open import naming, notes_of_run, open_source
+from ckpttool.producers.open import naming, notes_of_run, open_source, taken
 from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
 from ckpttool.reports.statistics import spark
 from ckpttool.storage.files import Pool
@@ -132,7 +132,7 @@ def show(path: str | os.PathLike[str], tensor: str, elements: str | None = None,
         if name not in entries:
             raise _unknown(path, name, [*entries], [t.name for t in source.catalogue.tensors])
         entry = entries[name]
-        with naming(path):
+        with naming(taken(path, source.catalogue)):
             if isinstance(entry, Object):
                 if written is not None:
                     text = f"`{name}` is no tensor and has no elements `{written}`"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ckpttool.analysis.describe import summary
@@ -134,8 +135,10 @@ class _ReadOptions(NamedTuple):
 
 def _collect(result: Stats, reading: _ReadOptions) -> list[Finding]:
     """Set what is known of the checkpoint at the path of `result`, and return what stands out of its ranks."""
-    with open.opened(result.path, reading.shapes) as source, open.naming(result.path):
+    with ExitStack() as stack:
+        source = stack.enter_context(open.opened(result.path, reading.shapes))
         catalogue = source.catalogue
+        stack.enter_context(open.naming(open.taken(result.path, catalogue)))
         stop_at_absent(catalogue, reading.selection.only)
         validate(catalogue)
         selected = _selected(catalogue, reading.selection)

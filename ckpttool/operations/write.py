@@ -33,6 +33,7 @@ from ckpttool.producers.open import (
     naming,
     notes_of_run,
     open_source,
+    taken,
 )
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
@@ -181,7 +182,7 @@ def open_sources(
                 source.replace_part(kind, other, path)
                 source.catalogue.warnings += (Warning("chosen", note) for note in notes_of_run(other.catalogue, path))
         # Of several sources, an error names the file only.
-        yield OpenSource(source, source.catalogue.versions, None if given else src)
+        yield OpenSource(source, source.catalogue.versions, None if given else taken(src, source.catalogue))
 
 
 @contextmanager

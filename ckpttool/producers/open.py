@@ -564,6 +564,11 @@ def naming(path: str | None) -> Iterator[None]:
         raise error.prefixed(f"`{path}`", file=path) from None
 
 
+def taken(path: str, catalogue: Catalogue) -> str:
+    """Return the path by which errors name what was opened at `path`: of a run that of the checkpoint."""
+    return next((str(entry["path"]) for entry in catalogue.facts.get("run", ()) if entry["taken"]), path)
+
+
 def chosen_of_run(catalogue: Catalogue) -> list[str]:
     """Return a note on which checkpoint of a run directory this is; nothing for any other catalogue."""
     run = catalogue.facts.get("run", ())

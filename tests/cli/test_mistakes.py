@@ -347,3 +347,24 @@ def test_a_rank_that_the_world_does_not_have(tmp_path: Path, monkeypatch: pytest
         "error: `RANK=2` is none of the ranks of `WORLD_SIZE=2`\n"
         "hint: without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK\n",
     )
+
+
+def test_an_error_of_a_run_names_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many, the one that was taken: its directory is what the next command is about."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        shutil.copytree(CHECKPOINTS / "dcp/fsdp2_w2/ckpt", f"run/step-{step}")
+    spoilt = max(Path("run/step-2").glob("*.distcp"), key=lambda one: one.stat().st_size)
+    os.truncate(spoilt, 100)
+    for words in (
+        "convert run o.pt",
+        "reshard run o --to-world 1",
+        "export run o",
+        "stats run",
+        "diff run run/step-1",
+        "diff run/step-1 run",
+        "show run model.embed.weight",
+    ):
+        done = run(*words.split())
+        assert done.exit_code == 4 and "run/step-2" in done.stderr.splitlines()[0], done.stderr
+    assert os.listdir() == ["run"]

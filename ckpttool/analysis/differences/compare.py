@@ -33,6 +33,7 @@ from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
+from ckpttool.producers import open
 from ckpttool.text import rank_ranges, size
 
 _MAX_DEPTH = 100  # values in values that are compared one by one
@@ -134,7 +135,9 @@ class _Comparing:
         if known:
             nbytes = size(sum(pairs[n].a.nbytes for n in known))
             result.notes.append(f"{nbytes} are in files with the same digest in both, and were not read")
-        compared, failures = tensors.compare(pairs, self.sources, (result.a.path, result.b.path), options, known)
+        sides = zip((result.a, result.b), self.sources, strict=True)
+        a_path, b_path = (open.taken(side.path, source.catalogue) for side, source in sides)
+        compared, failures = tensors.compare(pairs, self.sources, (a_path, b_path), options, known)
         totals: dict[Part, Total] = {}
         modules: dict[tuple[str, str, str], ModuleDifference] = {}
         parameters = parameter_names(self.a)

@@ -142,7 +142,7 @@ def planned(result: Exported, options: ExportOptions, how: WriteOptions) -> Iter
             base = like.base(whole, from_, options.fill)
             result.notes += [] if from_ is reference else from_.notes
             opened = _with_base(opened, whole)
-        with naming(src):
+        with naming(opened.path):
             viewed = Viewed(opened.source)
             beside = assets.collect(folder, source, options.include)
             components = _plan(source, viewed, beside, reference, base, options, result)

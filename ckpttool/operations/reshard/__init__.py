@@ -28,7 +28,7 @@ from ckpttool.operations import arguments, publish, write, written
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.reshard.twins import find_twins
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
-from ckpttool.producers.open import naming
+from ckpttool.producers.open import naming, taken
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
 from ckpttool.serialization import sharded_pickle
@@ -352,7 +352,7 @@ def _opened_like(stack: ExitStack, path: str, target: Format) -> Catalogue:
             hint="use it with `--to dcp`",
         )
     other = stack.enter_context(write.open_sources(path)).source.catalogue
-    with naming(path):
+    with naming(taken(path, other)):
         validate(other)
     return other
 
