@@ -60,6 +60,7 @@ _OPTIONS = {
     ),
     **dict.fromkeys(("step", "checkpoint-step", "iteration"), ("--steps",)),
     "pdf": ("--html",),
+    **dict.fromkeys(("keep", "last", "max-to-keep", "save-total-limit", "older-than", "newest"), ("--keep-last",)),
     **dict.fromkeys(("filter", "pattern", "include", "keys", "name", "names"), ("--tensors",)),
     "only": ("--tensors",),
     **dict.fromkeys(("ignore", "skip"), ("--exclude", "--drop")),
@@ -181,6 +182,14 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         return f"did you mean `--to-world {extra}`?"
     if "--to" in options and "--to" not in words and (name := next((one for one in words if one in _formats()), None)):
         return f"did you mean `--to {name}`?"
+    others = [word for word in words if word != extra and os.path.lexists(word)]
+    # Names that differ in numbers alone are of one pattern.
+    if (
+        "--against" in options
+        and os.path.lexists(extra)
+        and len({re.sub(r"[0-9]+", "", w) for w in (*others, extra)}) == 2
+    ):
+        return f"did you mean `--against {shlex.quote(extra)}`?"
     at = words.index(extra) if extra in words else 0
     if "elements" in {param.name for param in command.params} and at and words[at - 1].count("[") > extra.count("["):
         return f"a slice is one word: in quotes, `{shlex.quote(f'{words[at - 1]} {extra}')}`"
@@ -281,6 +290,8 @@ def command_meant(name: str, names: list[str], command: str) -> str:
     near = near_names(word, names)
     if meant := _SYNONYMS.get(word) or (f"`{near[0]}`" if near else None):
         return f"did you mean {meant}?"
+    if "run" in names and name.endswith(".py"):
+        return f"the command to run goes after `run --`: `{command} run -- python {shlex.quote(name)} --out OUT`"
     if "run" in names and shutil.which(name):
         return f"the command to run goes after `run --`: `{command} run -- {name} ...`"
     if os.path.lexists(name) or is_remote(name):

@@ -141,6 +141,9 @@ def prune(
         ReadError: if there is nothing at `run`, or no checkpoint of it is complete.
     """
     path, dropped = path_text(run), several(drop)
+    for flag, number in (("--keep-last", keep_last), ("--keep-every", keep_every)):
+        if number is not None and (type(number) is not int or number < 1):
+            raise UsageError(f"`{flag} {number}` is not a whole number from 1", hint=f"write `{flag} 3`")
     if keep_last is None and keep_every is None:
         _listed(path)  # what is no run is another mistake
         raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")

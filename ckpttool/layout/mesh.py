@@ -61,13 +61,14 @@ def parse_mesh(text: str, option: str = "--to-mesh") -> Mesh:
     flag, sizes = f"`{option} {text}`", dict[str, int]()
     if not isinstance(text, str):
         raise UsageError(f"{flag}: a mesh is a `str`", hint='write `"shard=4,tp=2"`')
+    hint = f"write `--to-world {text}`" if option == "--to-mesh" and _is_number(text) else "write `shard=4,tp=2`"
     for part in map(str.strip, text.split(",")):
         name, equals, size = part.partition("=")
         if equals and name not in _NAMES:
-            hint = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
-            raise UsageError(f"{flag}: there is no mesh dimension `{name}`", hint=hint)
+            known = meant(name, list(_NAMES), "the dimensions are `replicate`, `shard` and `tp`, outermost first")
+            raise UsageError(f"{flag}: there is no mesh dimension `{name}`", hint=known)
         if not _is_number(size) or not 1 <= int(size) <= _MAX_WORLD:
-            raise UsageError(f"{flag}: `{part}` is not a dimension and its size", hint="write `shard=4,tp=2`")
+            raise UsageError(f"{flag}: `{part}` is not a dimension and its size", hint=hint)
         if _NAMES[name] in sizes:
             raise UsageError(f"{flag}: the dimension `{_NAMES[name]}` is given twice")
         sizes[_NAMES[name]] = int(size)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -199,6 +200,9 @@ def _hint(compared: ArchitectureDifferences, shapes: Mapping[str, Ints], model: 
     prefix = _before_names(shapes, model)
     if prefix:
         return f"names begin with `{prefix}`: pass `--strip-prefix {prefix.rstrip('.')}`"
+    alike = Counter(shapes.values()) & Counter(model.files.values())
+    if compared.missing and compared.unexpected and 2 * sum(alike.values()) < len(model.files):
+        return "is the config this model's? Most tensors have other shapes; `--assets` names the directory of its model"
     if compared.missing and compared.unexpected:
         return "give them their names with `--rename OLD=NEW` or `--map`; `--no-strict` writes them as they are"
     if compared.unexpected:

@@ -44,6 +44,8 @@ def max_shard_size(value: int | str | None) -> int | None:
     flag, nbytes = "--max-shard-size", size(value, "--max-shard-size")
     if isinstance(value, str) and value.isdecimal() and int(value) < _LEAST:
         raise UsageError(f"`{flag} {value}` is {plural(int(value), 'byte')}", hint=f"write a unit: `{flag} {value}GB`")
+    if nbytes is not None and nbytes < 1:
+        raise UsageError(f"`{flag} {value}` is less than one byte", hint=f"such as `{flag} 5GB`")
     return nbytes
 
 

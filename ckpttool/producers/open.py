@@ -44,6 +44,7 @@ from ckpttool.transfer.read import read_box
 
 _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # producers of models alone
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
+_ONE_OF_SEVERAL = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)")
 _MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
 _OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
@@ -487,6 +488,9 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         if (found := foreign.describe(catalogue, chosen)) is not None:
             found.annotate(catalogue)
         catalogue.warnings += unsafe_globals.warnings(catalogue, named)
+        if (part := _ONE_OF_SEVERAL.fullmatch(location.name)) and int(part[1]) > 1 and not location.is_dir():
+            text = f"`{location.name}` is one of {int(part[1])} files: name the directory, `{location.parent or '.'}`"
+            catalogue.warnings.append(Warning("left-out", f"{text}, for the whole model"))
         _keep_versions(catalogue, seen)
         _check_links(chosen, catalogue)
         beside.annotate(chosen, catalogue)

@@ -15,6 +15,8 @@ from ckpttool.text import safe
 HEAD = 64  # bytes of a file that say what it is, but for a tar archive
 INCOMPLETE = "the save or the copy did not end; take another copy, or an older step"
 _UNPACK = "unpack it, then name what comes out"
+_DECRYPT = "decrypt it, then name what comes out"
+_ENCRYPTED = (".gpg", ".pgp", ".age", ".enc")
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
 _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file of PyTorch in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
@@ -46,6 +48,9 @@ _OTHER_FILES = (
     (b"\xfd7zxz\0", "compressed with xz", _UNPACK),
     (b"bzh", "compressed with bzip2", _UNPACK),
     (b"7z\xbc\xaf", "a 7z archive", _UNPACK),
+    (b"-----begin pgp", "encrypted by PGP", _DECRYPT),
+    (b"age-encryption.org", "encrypted by age", _DECRYPT),
+    (b"salted__", "encrypted by openssl", _DECRYPT),
     (b"pk\3\4", "a zip archive, but not one of torch.save", _UNZIP),
     (b"gguf", "a GGUF model of llama.cpp", NOT_READ),
     (b"\x89hdf\r\n", "an HDF5 file, as Keras writes", NOT_READ),
@@ -125,6 +130,8 @@ def recognised(location: Location) -> CkptError | None:
             if what == _JSON and (named := _is_of(location)):
                 hint = named
             return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
+    if location.suffix in _ENCRYPTED:
+        return ReadError(f"`{location}`: encrypted, by its name", hint=_DECRYPT, file=location)
     return None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from support.cli import FULL, environment, run, spawn
 from support.paths import CHECKPOINTS
 
@@ -133,6 +134,11 @@ MISTAKES = {
     "repair runs o --merge full.pt": "hint: `--merge` takes the directory of another node",
     "verify-resume --recipe recipe.py": "or `ckpttool verify-resume trial ... --recipe`?",
     "convert full.pt -only model o.pt": "hint: did you mean `--only`?",
+    "verify full.pt step.tar": "hint: did you mean `--against step.tar`?",
+    "prune runs --keep 2": "hint: did you mean `--keep-last`?",
+    "prune runs --older-than 7d": "hint: did you mean `--keep-last`?",
+    "reshard full.pt o --to-mesh 4": "hint: write `--to-world 4`",
+    "verify-resume train.py": "goes after `run --`: `ckpttool verify-resume run -- python train.py --out OUT`",
     "convert runs o.pt --steps 2": "hint: name the directory of the step, such as `run7/step-500`",
 }
 
@@ -165,6 +171,8 @@ OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "SQLite": ({"a.pt": b"SQLite format 3\0"}, "an SQLite database\n"),
     "JPEG": ({"a": b"\xff\xd8\xff\xe0"}, "`a`: a picture\n"),
     "Flax": ({"flax_model.msgpack": b"\x81\xa6params\x80"}, "a msgpack file, as Flax writes, by its first bytes\n"),
+    "gpg": ({"a.pt.gpg": b"\x85\x01\x0c\x03\xff\xfe"}, "encrypted, by its name\nhint: decrypt it, then name what"),
+    "openssl": ({"a.pt": b"Salted__\xff\xfe\x00\x01"}, "encrypted by openssl\nhint: decrypt it, then name what"),
     "a tokenizer": ({"t/tokenizer.json": b"{}"}, "hint: its weights are somewhere else, or missing\n"),
     "half a download": (
         {"t/config.json": b"{}", "t/.cache/huggingface/download/a.incomplete": b"x"},
@@ -234,6 +242,34 @@ def test_an_archive_of_something_else(tmp_path: Path) -> None:
     assert "photos.zip`: contains no checkpoint of a known format (IMG_1.jpg)\nhint: detected by" in said
 
 
+def test_a_model_of_keras(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("model.weights.h5", b"\x89HDF\r\n\x1a\n")
+    said = run("inspect", str(tmp_path / "m.keras")).stderr
+    assert "a model of Keras, by its names\nhint: it is no PyTorch checkpoint" in said
+
+
+def test_one_file_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a checkpoint, but not the model."""
+    monkeypatch.chdir(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(CHECKPOINTS / "hf/llama/ckpt")
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained("model", max_shard_size="2KB")
+    name = min(path.name for path in Path("model").glob("*.safetensors"))
+    said = "files: name the directory, `model`, for the whole model"
+    for words in (["convert", f"model/{name}", "o.pt"], ["verify", f"model/{name}"], ["inspect", f"model/{name}"]):
+        done = run(*words)
+        assert done.exit_code == 0 and said in done.stdout + done.stderr, words
+    assert "for the whole model" not in run("inspect", "model").stdout
+
+
+def test_the_config_of_another_model(tmp_path: Path) -> None:
+    done = run("export", FULL, str(tmp_path / "o"), "--assets", str(CHECKPOINTS / "hf/gpt2/ckpt"))
+    assert done.exit_code == 4 and "hint: is the config this model's?" in done.stderr, done.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_compressed_archive_in_a_directory(tmp_path: Path) -> None:
     """As of a run that was downloaded, alone and beside a replay buffer."""
     (folder := tmp_path / "agent").mkdir()
@@ -278,6 +314,10 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         ),
         (lambda: ckpttool.reshard(path, tmp_path / "x", to_mesh={"tp": 2}), "a mesh is a `str`"),
         (lambda: ckpttool.diff(path, path, rtol="1e-3"), "a tolerance is a number, not `str`"),
+        (lambda: ckpttool.prune(tmp_path, keep_last="2"), "is not a whole number from 1"),
+        (lambda: ckpttool.prune(tmp_path, keep_last=-1), "is not a whole number from 1"),
+        (lambda: ckpttool.prune(tmp_path, keep_every=0), "is not a whole number from 1"),
+        (lambda: ckpttool.convert(path, tmp_path / "x", to="safetensors", max_shard_size=0), "is less than one byte"),
     ):
         with pytest.raises(UsageError) as raised:
             call()  # type: ignore[no-untyped-call]
