@@ -142,7 +142,9 @@ def prune(
     """
     path, dropped = path_text(run), several(drop)
     for flag, number in (("--keep-last", keep_last), ("--keep-every", keep_every)):
-        if number is not None and (type(number) is not int or number < 1):
+        if number is not None and type(number) is not int:
+            raise UsageError(f"`{flag} {number}`: how many is an `int`, not `{type(number).__name__}`")
+        if number is not None and number < 1:
             raise UsageError(f"`{flag} {number}` is not a whole number from 1", hint=f"write `{flag} 3`")
     if keep_last is None and keep_every is None:
         _listed(path)  # what is no run is another mistake

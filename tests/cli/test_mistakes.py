@@ -314,7 +314,7 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         ),
         (lambda: ckpttool.reshard(path, tmp_path / "x", to_mesh={"tp": 2}), "a mesh is a `str`"),
         (lambda: ckpttool.diff(path, path, rtol="1e-3"), "a tolerance is a number, not `str`"),
-        (lambda: ckpttool.prune(tmp_path, keep_last="2"), "is not a whole number from 1"),
+        (lambda: ckpttool.prune(tmp_path, keep_last="2"), "how many is an `int`, not `str`"),
         (lambda: ckpttool.prune(tmp_path, keep_last=-1), "is not a whole number from 1"),
         (lambda: ckpttool.prune(tmp_path, keep_every=0), "is not a whole number from 1"),
         (lambda: ckpttool.convert(path, tmp_path / "x", to="safetensors", max_shard_size=0), "is less than one byte"),
