@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import select
 import signal
 import time
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 LAST_LINES = 20  # of the output, that are shown
+_RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
+# What a launcher and the other ranks raise when a rank has failed.
+_FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
 LONGEST = 60  # characters of a path for temporary files, among which are sockets
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
 _LINGER = 2.0  # seconds that helpers of a command have to end after it by themselves
@@ -147,3 +151,14 @@ class Process:
 def last_lines(path: str) -> list[str]:
     """Return the last lines that a command wrote."""
     return [line for line in read_log(path).splitlines() if line.strip()][-LAST_LINES:]
+
+
+def lines_of_failure(path: str) -> tuple[str, list[str]]:
+    """Return the line that says why a command failed, or its last one, and the lines before and with it."""
+    lines = [line for line in read_log(path).splitlines() if line.strip()]
+    # A launcher goes on to write after its workers have said what is wrong.
+    raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
+    first = [at for at in raised if not _FOLLOWS.search(lines[at])]
+    at = (first or raised or [len(lines) - 1])[-1]
+    output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
+    return lines[at] if lines else "", output

@@ -1,5 +1,5 @@
-"""Options that are checked before anything runs: meshes, device, the folder of all that the runs leave behind, and the
-route of the checkpoint, which is converted between the run that saved it and the one that resumes.
+"""Options that are checked before anything runs: meshes, device, and the route of the checkpoint, which is converted
+between the run that saved it and the one that resumes.
 
 safetensors              convert --to safetensors; so dcp, torch, fsdp1
 reshard:4                reshard --to-world 4
@@ -11,19 +11,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from ckpttool import formats
 from ckpttool.analysis.audit.recipe import Recipe, recipe_mesh
-from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
 from ckpttool.resume.launch import torchrun_world
 from ckpttool.resume.results import Leg
-from ckpttool.storage.workspace import scratch_directory
 from ckpttool.text import meant, plural
 
 
@@ -129,27 +127,3 @@ def follow(stages: Sequence[Stage], source: str, folder: str, tell: Callable[[st
         legs.append(Leg(stage.message, to, stage.format, time.monotonic() - began))
         source = to
     return legs
-
-
-# Folder ---------------------------------------------------------------------------------------------------------------
-
-
-def kept_folder(stack: ExitStack, keep: str | os.PathLike[str] | None, prefix: str) -> str:
-    """Return the folder `keep`, which must be new or empty, or without one a temporary folder that goes with `stack`.
-
-    Raises OverwriteError if there is something in it.
-    """
-    if keep is None:
-        return stack.enter_context(scratch_directory(prefix))
-    path = checked_folder(keep)
-    os.makedirs(path, exist_ok=True)
-    return path
-
-
-def checked_folder(keep: str | os.PathLike[str]) -> str:
-    """Return the path of a folder that is new or empty. Raises OverwriteError for another one."""
-    path = os.path.abspath(keep)
-    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
-        hint = "pass an empty or a new folder to `--keep`"
-        raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
-    return path

@@ -25,6 +25,8 @@ _ASIDE = ("_schedulers", "_step_count", "_last_lr", "_get_lr_called_within_step"
 _TITLES = {"rng": "RNG state", "dataloader": "data loader", "scaler": "grad scaler"}
 _MISSING = "missing"
 ANOTHER = "another batch"
+OF_DATA = ": the data, or what the script makes of them, was not restored"
+"""What is said of a batch of which no more is known."""
 OTHER_MODULE = "module not restored"
 """The kind of difference of weights that no optimizer trains."""
 
@@ -362,9 +364,9 @@ class Causes:
             return
         if other and data is None:
             # Of the RNG state and the data, either may come of the other.
-            either = f"the data, or the RNG state{of} ({names})," if kinds else "the data"
-            ranks_of = ", ".join(str(rank) for rank, _ in other)
-            message = f"{either} was not restored: the batch of rank {ranks_of} in step {self.step} is another"
+            which = f"the batch of rank {', '.join(str(rank) for rank, _ in other)} in step {self.step} is another"
+            either = f"the data, or the RNG state{of} ({names}), was not restored: {which}"
+            message = either if kinds else f"{which}{OF_DATA}"
             message += f" (of the RNG state, {how})" if how else ""
             yield RunDifference("data not restored", message, rank=other[0][0], found=ANOTHER)
         elif data:

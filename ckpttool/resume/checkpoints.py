@@ -18,7 +18,7 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from ckpttool.producers import runs
 from ckpttool.producers.open import opened
 from ckpttool.resume.observe.site import keep
 from ckpttool.storage import tree
+from ckpttool.storage.tree import Fingerprint, fingerprint
 
 _STEP = re.compile(r"\{step(?:-1)?(?::[^}]*)?\}")
 _TAG = 1 << 10  # bytes of a file that names a checkpoint, at most
 _DATA = re.compile(r".*\.(safetensors|bin|pt|pth|distcp)")
-Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 
 class Checkpoints:
@@ -368,28 +368,6 @@ def _why_not_opened(path: str) -> str | None:
     except CkptError as error:
         return error.message
     return None
-
-
-def fingerprint(path: str) -> Fingerprint:
-    """Return the names, sizes, times and inodes of all files of a checkpoint."""
-    return tuple(sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in _files(path)))
-
-
-def nbytes(path: str) -> int:
-    """Return the bytes of all files of a checkpoint, or of several; a file with two names counts once."""
-    return sum({(status.st_dev, status.st_ino): status.st_size for _, status in _files(path)}.values())
-
-
-def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
-    if not os.path.isdir(path):
-        for each in [path] if os.path.lexists(path) else glob.glob(path):  # files of ranks are one checkpoint
-            with suppress(OSError):
-                yield "" if each == path else os.path.basename(each), os.stat(each)
-        return
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with suppress(OSError):
-                yield os.path.relpath(os.path.join(folder, name), path), os.stat(os.path.join(folder, name))
 
 
 def _as_glob(text: str) -> str:

@@ -36,6 +36,7 @@ JUDGED = ("model", "optimizer", "scheduler", "scaler", "rng", "dataloader", LOSS
 """Kinds of parts that decide whether a command repeats itself. The time of day is in many checkpoints, too."""
 AGAIN = "B2"
 """The run that is resumed from a checkpoint that B saved after its resume."""
+SEED_OF_HASHES = "PYTHONHASHSEED"
 _LIMIT = 20
 _CAUSES = 4  # that a verdict names
 _DAY = 86_400.0
@@ -232,14 +233,15 @@ def compare_runs(
 
 
 def changed_by(run: ScriptRun) -> set[str]:
-    """Return the names of the values that a run has changed from one of its checkpoints to the next: whatever they are
-    called, they are state of the training and not its configuration."""
+    """Return the names of the values that a run has changed, added or taken away from one of its checkpoints to the
+    next: whatever they are called, they are state of the training and not its configuration."""
     names: set[str] = set()
     saved = sorted(run.checkpoints, key=lambda one: one.step)
     for one, other in pairwise(saved):
         with SavedState(one.path) as before, SavedState(other.path) as after:
             both = before.objects.keys() & after.objects.keys()
             names |= {name for name in both - names if not identity.same(before.objects[name], after.objects[name])}
+            names |= before.objects.keys() ^ after.objects.keys()
     return names
 
 
@@ -253,6 +255,8 @@ def is_told(name: str, was: Any, value: Any, run: ScriptRun, reference: ScriptRu
     if isinstance(was, (list, tuple)) and isinstance(value, (list, tuple)):
         return [one for one in value if one not in words] == [one for one in was if one not in words]
     text = spelt(value)
+    if name.endswith(SEED_OF_HASHES) and text.isdecimal():  # which is another one where B resumes
+        return True
     return bool(text) and any(text == word or text == word.rpartition("=")[2] for word in words)
 
 
@@ -313,11 +317,12 @@ def elements(difference: Diff, before: SavedState, names: Collection[str]) -> It
     """Yield what differs between two checkpoints: of tensors with the first element, of values with those of a part
     together."""
     for kind, only, how in (
-        ("tensor missing", difference.only_a, "is missing"),
-        ("tensor unexpected", difference.only_b, "did not exist before"),
+        ("missing", difference.only_a, "is missing"),
+        ("unexpected", difference.only_b, "did not exist before"),
     ):
-        for row in [one for one in only if one.name in names and one.dtype is not None][:_LIMIT]:
-            yield RunDifference(kind, f"`{row.name}` {how}", name=row.name, part=row.part)
+        for row in [one for one in only if one.name in names][:_LIMIT]:
+            of = "value" if row.dtype is None else "tensor"
+            yield RunDifference(f"{of} {kind}", f"`{row.name}` {how}", name=row.name, part=row.part)
     place: dict[str, Any]
     tensors = [one for one in difference.tensors if one.name in names]
     for one in tensors[:_LIMIT]:

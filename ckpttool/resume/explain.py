@@ -17,12 +17,14 @@ from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.resume import compare, states, window
-from ckpttool.resume.causes import ANOTHER, OTHER_MODULE, Causes
+from ckpttool.resume.causes import ANOTHER, OF_DATA, OTHER_MODULE, Causes
 from ckpttool.resume.observe.site.state import sha
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.starts import Starts, counters
 from ckpttool.resume.states import RunState, is_counter
 from ckpttool.text import some
+
+_MOST = 4  # values that are named where it is not known which of them come of others
 
 
 @dataclass
@@ -59,20 +61,68 @@ class Explanation:
                 # Of data of another step more or fewer numbers may have been drawn.
                 is_another = any(one.found == ANOTHER for one in found)
                 values = self._generators({one for names, _ in lost for one in names}) if is_another else []
-                values += [text for _, text in lost]
+                values += [text for _, text in self._first_lost(lost)]
+                values = values or (self._of_variables()[0] if is_another else [])
                 more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
-                differed = [one.removeprefix("the data was not restored: ") if more else one for one in differed]
+                differed = [one.removesuffix(OF_DATA) if more else one for one in differed]
             of_data = ("the data", "the batch")
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
-            of_script = [text for _, text in self.of_the_script(names) or self.of_the_script(None)]
+            lost = self.of_the_script(names) or self.of_the_script(None)
+            # What A never changes, as a count of starts, follows from the resume.
+            of_script = [text for own, text in lost if not {*own} <= {*self.report.unproven}] or [t for _, t in lost]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
-        return differed or [self._later_cause() or self.starts.misplaced or f"{compare.NOT_DETERMINED}: {why_not}"]
+        if differed:
+            return differed
+        values, is_sure = self._of_variables()
+        causes = (values if is_sure else []) or self._generators(())
+        return causes or [self._later_cause() or self.starts.misplaced or self._not_determined(why_not, values)]
+
+    def _not_determined(self, why_not: str, values: Sequence[str]) -> str:
+        """Return that no cause is known, and what may be one."""
+        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
+        anew = self._begun_anew(before, after) if before is not None and after is not None else []
+        more = f"; {', '.join(values)}" if values else f"; begun anew: {some(anew)}" if anew else ""
+        return f"{compare.NOT_DETERMINED}: {why_not}{more}"
+
+    def _first_lost(self, lost: list[tuple[list[str], str]]) -> list[tuple[list[str], str]]:
+        """Return of values that were not restored those that are as when A began, or all if none is: others may be
+        what has followed since the resume."""
+        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
+        anew = self._anew(before, after) if lost and before is not None and after is not None else ()
+        begun = {name for one in anew for name in _saved_as(one, self._names[0])}
+        return [one for one in lost if begun & {*one[0]}] or lost
+
+    def _of_variables(self) -> tuple[list[str], bool]:
+        """Return which variables of the script, whose names are in the checkpoint, were not as in A, whatever the
+        script had made of them since: those that are as when A began, or else all; and whether these are causes, since
+        they are of one value, or as they were."""
+        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
+        if before is None or after is None:
+            return [], False
+        anew, again, when = self._anew(before, after), self.after_save("A2"), f"when step {self.at + 1} began"
+        found: dict[str, tuple[str, bool]] = {}
+        for rank in range(min(before.world, after.world)):
+            was, now = (one.of_script("variables", rank) for one in (before, after))
+            known = again.of_script("variables", rank) if again is not None and rank < again.world else was
+            for one in sorted(was.keys() & now.keys()):
+                is_other = not identity.same(was[one], now[one]) and identity.same(was[one], known.get(one, was[one]))
+                is_text = any(isinstance(value, str) and "] " in value for value in (was[one], now[one]))
+                names = _saved_as(one, self._names[is_text]) if is_other else []
+                told = compare.is_told(one, was[one], now[one], self.report.runs[-1], self.reference)
+                if len(names) == 1 and not told and names[0] not in self.report.unjudged:
+                    values = "" if is_text else f": {shown(now[one])} and not {shown(was[one])}"
+                    text = f"{some(names)} was not as in run A{values} {when}"
+                    if one in anew:
+                        text = f"{some(names)} was not restored{values} {when}, as when run A began"
+                    found.setdefault(names[0], (text, one in anew))
+        first = [text for text, is_anew in found.values() if is_anew] or [text for text, _ in found.values()]
+        return first[:_MOST], any(is_anew for _, is_anew in found.values()) or len(found) == 1
 
     def _generators(self, lost: Collection[str]) -> list[str]:
-        """Return which generators of the script, whose names are in the checkpoint, had another state than in A, but
-        for those that are `lost`."""
+        """Return which generators of the script, whose names are in the checkpoint or whose states are those of A when
+        it began, had another state than in A, but for those that are `lost`."""
         before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return []
@@ -84,10 +134,14 @@ class Explanation:
         with SavedState(self.saved) as saved:
             every = ({*saved.every, *saved.objects} - {*lost}, lost)
             words, gone = ({word for name in names for word in name.replace("/", ".").split(".")} for names in every)
-        seen, that = _seen(before, after), "has another state than in A"
-        found = {
-            name: _of_ranks(ranks, seen) for name, ranks in others.items() if name.rpartition(".")[2] in words - gone
-        }
+        seen, that, start = _seen(before, after), "has another state than in A", self.hooked["A"].states.get(1)
+        states = start.of_script("generators", 0) if start is not None else {}
+        # Not one that a library seeds, as for the order of an epoch.
+        left = {name for name in others if name.rpartition(".")[2] not in gone}
+        own = {*before.of_script("own", 0)} & left
+        anew = {name for name in own if states.get(name) == after.of_script("generators", 0).get(name)}
+        named = {name for name in left if name.rpartition(".")[2] in words}
+        found = {name: _of_ranks(ranks, seen) for name, ranks in others.items() if name in (named or anew)}
         return [f"the generator `{name}`{ranks} {that}" for name, ranks in found.items()]
 
     def _follows(self, finding: RunDifference) -> bool:
@@ -175,14 +229,21 @@ class Explanation:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
         when it had saved the step, and B began with as A did."""
         states = *filter(None, [self.hooked["A"].states.get(1)]), before, after
-        found: dict[str, list[int]] = {}
-        for rank in range(min(one.world for one in states) if len(states) > 2 else 0):
-            start, was, now = (one.of_script("variables", rank) for one in states)
-            for one in sorted({*before.of_script("own", rank)} & start.keys() & now.keys() & was.keys()):
-                is_anew = identity.same(start[one], now[one]) and not identity.same(was[one], now[one])
-                if is_anew and isinstance(was[one], (int, float, list)) and one not in self.report.not_loaded:
-                    found.setdefault(one, []).append(rank)
+        found = {name: ranks for name, ranks in self._anew(before, after).items() if name not in self.report.not_loaded}
         return [f"{one}{_of_ranks(ranks, _seen(*states))}" for one, ranks in found.items()]
+
+    def _anew(self, before: RunState, after: RunState) -> dict[str, list[int]]:
+        """Return the variables of the script that A had changed when it had saved the step, and B began with as A did,
+        with the ranks."""
+        start, found = self.hooked["A"].states.get(1), dict[str, list[int]]()
+        for rank in range(min(start.world, before.world, after.world) if start is not None else 0):
+            was, now = (one.of_script("variables", rank) for one in (before, after))
+            of_start = start.of_script("variables", rank) if start is not None else {}
+            for one in sorted({*before.of_script("own", rank)} & of_start.keys() & now.keys() & was.keys()):
+                is_anew = identity.same(of_start[one], now[one]) and not identity.same(was[one], now[one])
+                if is_anew and isinstance(was[one], (int, float, list)):
+                    found.setdefault(one, []).append(rank)
+        return found
 
     def unseen_step(self) -> int | None:
         """Return the optimizer step of A whose state a cause is read off, if it was not recorded: a save in the
@@ -266,6 +327,17 @@ class Explanation:
     def saved(self) -> str:
         """The checkpoint of the step of the resume, of A if it was saved there."""
         return next(run.paths[self.at] for run in self.report.runs if self.at in run.paths)
+
+    @cached_property
+    def _names(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """The names of its values, and of these and its tensors, by the last part of each."""
+        found: tuple[dict[str, list[str]], dict[str, list[str]]] = {}, {}
+        with SavedState(self.saved) as saved:
+            for name in dict.fromkeys([*saved.every, *saved.objects]):
+                leaf = name.replace("/", ".").rpartition(".")[2]
+                for one in found[name in saved.every :]:
+                    one.setdefault(leaf, []).append(name)
+        return found
 
     @cached_property
     def _counters(self) -> set[float]:
@@ -400,6 +472,15 @@ def _other_values(
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
             yield name, f"{instead}{shown(now[one])} and not {shown(value)}"
+
+
+def _saved_as(variable: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the values of a checkpoint that are called as a variable, those whose names have most in common."""
+    own = variable.split(".")[::-1]
+    others = {name: name.replace("/", ".").split(".")[::-1] for name in names.get(own[0], ())}
+    alike = {name: max(n for n in range(len(own) + 1) if own[:n] == one[:n]) for name, one in others.items()}
+    most = max(alike.values(), default=0)
+    return [name for name, count in alike.items() if count == most and (count > 1 or not own[0].isdecimal())]
 
 
 def _seen(*states: RunState) -> int:

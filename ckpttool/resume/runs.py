@@ -26,9 +26,10 @@ from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
 from ckpttool.fleet.commands import Commands, parse
 from ckpttool.fleet.process import last_lines
+from ckpttool.fleet.ways import Way, find, linked, output
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, compare, controls, ways, window
+from ckpttool.resume import arguments, beside, compare, controls, window
 from ckpttool.resume.elastic import Elastic
 from ckpttool.resume.explain import Explanation
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
@@ -43,6 +44,8 @@ from ckpttool.resume.steps import (
     unrepeated,
     without_begun,
 )
+from ckpttool.resume.ways import resume
+from ckpttool.storage.workspace import checked_folder, kept_folder
 from ckpttool.text import duration, parse_size, plural, some
 
 _SHOWN = (
@@ -119,11 +122,11 @@ def run(
     say(f"{cost.runs} starts of the command{trains}, at most {duration(timeout)} each; one more if B differs{also}")
     with ExitStack() as stack:
         if dry_run:
-            folder = arguments.checked_folder(keep) if keep is not None else "FOLDER"
+            folder = checked_folder(keep) if keep is not None else "FOLDER"
         else:
-            folder = arguments.kept_folder(stack, keep, "ckpttool-run-")
+            folder = kept_folder(stack, keep, "ckpttool-run-")
             if not commands.uses("out"):
-                stack.enter_context(ways.linked(out, os.path.join(folder, "out")))
+                stack.enter_context(linked(out, os.path.join(folder, "out")))
         hook = inject_switches, observe, seed_env
         starts = Starts(report, commands, checkpoints, folder, world, timeout, most, source, say, *hook)
         planned = _plan(starts)
@@ -148,15 +151,15 @@ def run(
     return report
 
 
-def _commands(command: Sequence[str], resume_with: str | None, out: str) -> tuple[Commands, ways.Way | None]:
+def _commands(command: Sequence[str], resume_with: str | None, out: str) -> tuple[Commands, Way | None]:
     """Return the commands, and how they were found where the command that resumes was not given."""
     script = cache(partial(Script, command))
     if command and not Commands(command, [], out).uses("out") and out in ("", "OUT"):
-        out = ways.output(script(), command, out)
+        out = output(script(), command, out)
     commands = parse(command, resume_with, out)
     if resume_with is not None:
         return commands, None
-    way = ways.find(script(), command, out)
+    way = find(script(), command, out)
     return replace(commands, resume=way.words()), way
 
 
@@ -179,7 +182,7 @@ def _plan(starts: Starts) -> list[ScriptRun]:
     return [a, b]
 
 
-def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *, has_controls: bool) -> None:
+def _all(starts: Starts, via: str, to_world: int | None, way: Way | None, *, has_controls: bool) -> None:
     """Run all that is needed for a verdict, and compare."""
     report, starts.to_world = starts.report, to_world
     a = starts.uninterrupted("A")
@@ -217,7 +220,7 @@ def _all(starts: Starts, via: str, to_world: int | None, way: ways.Way | None, *
     report.runs.append(b)
     if way is not None:
         again = partial(starts.restored, "B", origin) if source == checkpoint else None
-        ways.resume(way, starts, b, source, to_world, again)
+        resume(way, starts, b, source, to_world, again)
     else:
         starts.resume(b, source, to_world)
     if not compare.shared(reference, b, report.at):

@@ -20,15 +20,16 @@ from ckpttool.analysis.losses import Losses, Output, read_log
 from ckpttool.analysis.saved_state import SavedState
 from ckpttool.errors import StorageError, UsageError
 from ckpttool.fleet.commands import Commands, with_steps
-from ckpttool.fleet.process import LAST_LINES, LONGEST, Process, last_lines
+from ckpttool.fleet.process import LONGEST, Process, last_lines, lines_of_failure
 from ckpttool.resume import observe as inject
 from ckpttool.resume import window
-from ckpttool.resume.checkpoints import Checkpoints, Fingerprint, fingerprint, nbytes
+from ckpttool.resume.checkpoints import Checkpoints
 from ckpttool.resume.compare import Unrepeated
 from ckpttool.resume.observe import Hooked
 from ckpttool.resume.results import FailedCommand, Loss, RunDifference, RunReport, Saved, ScriptRun
 from ckpttool.resume.states import is_counter
 from ckpttool.resume.steps import LOSS, of_hook
+from ckpttool.storage.tree import Fingerprint, fingerprint, nbytes
 from ckpttool.text import duration, plural, size
 
 COPY = "copy"
@@ -41,11 +42,8 @@ _PROGRESS, _RARELY = 15.0, 600.0  # seconds after which a run tells how far it i
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as a scheduler has
 _COUNTABLE = 2  # steps before a resume, from which on the steps of two runs can be told apart by their number
 _SEED = 1234
-_RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
 _EXIT_CODE = re.compile(r"^ *(exitcode *: *-?[0-9]+)", re.MULTILINE)  # of a rank, as torchrun reports it
 _ABORTS, _TERMINATED = (signal.SIGABRT, signal.SIGSEGV), f"exitcode : -{signal.SIGTERM:d}"
-# What a launcher and the other ranks raise when a rank has failed.
-_FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
 _NO_HOOK = (
     "the hook did not run: nothing was seeded, switched, counted or observed; `python -E` and `python -I` ignore "
     "PYTHONPATH, and so do commands that pass on no variables"
@@ -433,7 +431,8 @@ class Starts:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found, report, until = self.seen[run.name], self.report, self.report.until
         folder = os.path.join(self.folder, run.name, "hook")
-        hooked = self.hooked[run.name] = inject.read(folder)
+        hooked = inject.read(folder, self.hooked["A"].program if "A" in self.hooked else "")
+        self.hooked[run.name] = hooked
         report.settings += [one for one in hooked.switches if one not in report.settings]
         if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
             report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.inject or self.observe else []
@@ -493,11 +492,5 @@ def _check_code(process: Process, run: ScriptRun) -> None:
 
 def _failure(run: ScriptRun, code: int) -> FailedCommand:
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    lines = [line for line in read_log(run.log).splitlines() if line.strip()]
-    # A launcher goes on to write after its workers have said what is wrong.
-    raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
-    first = [at for at in raised if not _FOLLOWS.search(lines[at])]
-    at = (first or raised or [len(lines) - 1])[-1]
-    last = lines[at : at + 1]
-    output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
-    return FailedCommand(run.name, f"run {run.name} {how}" + "".join(f": {line.strip()}" for line in last), output)
+    last, output = lines_of_failure(run.log)
+    return FailedCommand(run.name, f"run {run.name} {how}" + (f": {last.strip()}" if last else ""), output)

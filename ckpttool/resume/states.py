@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -220,9 +220,11 @@ def is_counter(name: str) -> bool:
     return ".state." in name and name.endswith(".step")
 
 
-def read(folder: str) -> dict[int, RunState]:
-    """Return the states in a folder by the number of the step that began, of those of all optimizers."""
+def read(folder: str, belongs: Callable[[str], bool] = bool) -> dict[int, RunState]:
+    """Return the states in the files of a folder that belong, by the number of the step that began, of those of all
+    optimizers."""
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), "state.*.json")), key=os.path.getmtime)
+    paths = [path for path in paths if belongs(path)]
     records = [record for path in paths for record in documents(path)]
     # Ranks may have other optimizers beside those of all: a step is known by what these have taken.
     every: dict[int, set[str]] = {}

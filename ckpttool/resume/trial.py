@@ -30,6 +30,7 @@ from ckpttool.resume.launch import Ended, Launcher
 from ckpttool.resume.results import RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
+from ckpttool.storage.workspace import kept_folder
 from ckpttool.text import plural
 
 _RULES = {
@@ -133,7 +134,7 @@ def trial(
     report.folder = os.path.abspath(keep) if keep is not None else None
     with ExitStack() as stack:
         seeds = _SEEDS[bool(checkpoints) :]
-        launcher = Launcher(lambda: arguments.kept_folder(stack, keep, "ckpttool-trial-"), seeds, stack)
+        launcher = Launcher(lambda: kept_folder(stack, keep, "ckpttool-trial-"), seeds, stack)
         base = Job(launcher.folder, loaded.path, own, device, deterministic=deterministic, limit=limit, after=more)
         running = _Trial(base, report, launcher, tell or (lambda line: None))
         try:

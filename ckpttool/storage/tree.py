@@ -6,12 +6,17 @@ A name is looked up once, and no link is followed: whoever puts a link in its pl
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 
 # Of a directory; where there is a link or something else instead, this fails.
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEEPEST = 200  # directories in one another: each takes a descriptor, and a frame of Python
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+"""The names, sizes, times and inodes of files."""
 
 
 def status(name: str, folder: int | None = None) -> os.stat_result | None:
@@ -97,3 +102,25 @@ def files_below(folder: int, name: str) -> list[str]:
     for below, _, here, _ in os.fwalk(name, dir_fd=folder, follow_symlinks=False):
         names += [os.path.relpath(os.path.join(below, one), name) for one in here]
     return names
+
+
+def fingerprint(path: str) -> Fingerprint:
+    """Return the names, sizes, times and inodes of all files of a checkpoint."""
+    return tuple(sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in _files(path)))
+
+
+def nbytes(path: str) -> int:
+    """Return the bytes of all files of a checkpoint, or of several; a file with two names counts once."""
+    return sum({(status.st_dev, status.st_ino): status.st_size for _, status in _files(path)}.values())
+
+
+def _files(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    if not os.path.isdir(path):
+        for each in [path] if os.path.lexists(path) else glob.glob(path):  # files of ranks are one checkpoint
+            with suppress(OSError):
+                yield "" if each == path else os.path.basename(each), os.stat(each)
+        return
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                yield os.path.relpath(os.path.join(folder, name), path), os.stat(os.path.join(folder, name))

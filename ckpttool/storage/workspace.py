@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckpttool.errors import OverwriteError
 from ckpttool.storage import tree
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.log import Log
@@ -302,3 +303,24 @@ def scratch_directory(prefix: str, folder: str | None = None) -> Iterator[str]:
     finally:
         _quietly(workspace.remove)
         workspace.close()
+
+
+def kept_folder(stack: contextlib.ExitStack, keep: str | os.PathLike[str] | None, prefix: str) -> str:
+    """Return the folder `keep`, which must be new or empty, or without one a temporary folder that goes with `stack`.
+
+    Raises OverwriteError if there is something in it.
+    """
+    if keep is None:
+        return stack.enter_context(scratch_directory(prefix))
+    path = checked_folder(keep)
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def checked_folder(keep: str | os.PathLike[str]) -> str:
+    """Return the path of a folder that is new or empty. Raises OverwriteError for another one."""
+    path = os.path.abspath(keep)
+    if os.path.exists(path) and (not os.path.isdir(path) or os.listdir(path)):
+        hint = "pass an empty or a new folder to `--keep`"
+        raise OverwriteError(f"`{os.fspath(keep)}` exists and is not empty", hint=hint)
+    return path

@@ -14,9 +14,10 @@ import torch
 from safetensors.numpy import save_file
 from support import forked_command
 
-from ckpttool.resume.checkpoints import Checkpoints, _has_more, nbytes
+from ckpttool.resume.checkpoints import Checkpoints, _has_more
 from ckpttool.resume.observe.site.keep import Keeper
 from ckpttool.resume.runs import run
+from ckpttool.storage.tree import nbytes
 
 # The rank that is first with a step writes its file when the other one has not begun it.
 EARLY = """

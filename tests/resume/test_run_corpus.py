@@ -21,6 +21,9 @@ _QUICK = (
         "observers:successes",
         "schedule-free:patience not saved",
         "lazy:rate of an expert",
+        "named:unnamed weight",
+        "queue:pointer of keys",
+        "top:table",
     ),
 )
 _PAIRS = [(script, fault) for script in CORPUS for fault in (None, *script.faults)]

@@ -165,6 +165,23 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path, seen: tuple[inject.Hook
     assert inject.read(str(tmp_path)).steps == {0: seen[0].steps[0][:1]}
 
 
+def test_programs_of_one_command_are_told_apart(tmp_path: Path, seen: tuple[inject.Hooked, list[str]]) -> None:
+    """As in `sh -c "python train.py; python average.py"`, whose last one takes steps, too."""
+    import dataclasses
+    import json
+
+    step = dataclasses.asdict(seen[0].steps[0][0])
+    for process, program, count in ((7, "train.py", 5), (8, "train.py", 3), (9, "average.py", 4)):
+        lines = {"did": [], "program": program}, {"event": program, "at": 1}, {"step": {**step, "step": process}}
+        (tmp_path / f"hook.{process}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (tmp_path / f"count.{process}").write_bytes(b"a" * count)
+    for asked, own, count in (("", "train.py", 5), ("average.py", "average.py", 4), ("resume.py", "train.py", 5)):
+        hooked = inject.read(str(tmp_path), asked)
+        assert (hooked.program, hooked.count) == (own, count)
+        assert {event for event, _ in hooked.events} == {own}
+        assert {one.step for one in hooked.steps[0]} <= ({7, 8} if own == "train.py" else {9})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 def test_a_compiled_model(tmp_path: Path, backend: str) -> None:

@@ -286,11 +286,40 @@ def test_a_killed_trial_leaves_no_rank(tmp_path: Path) -> None:
     killed(tmp_path, [*words, "--mesh", "shard=2", "--steps", "3"], is_in_a_step)
 
 
+AFTER = """
+import torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["", "moments"])
+def test_a_program_that_follows_in_one_command_is_not_taken_for_it(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes more steps than what is resumed, and the same ones in each run."""
+    monkeypatch.setenv("FAULT", fault)
+    (after := tmp_path / "after.py").write_text(AFTER)
+    script = ROOT / "tests" / "resume" / "corpus" / "train_tricks.py"
+    train = f"{sys.executable} {script} --trick scaler --steps 6 --out OUT"
+    words, resume = (f"{train}{more}; {sys.executable} {after}" for more in ("", " --resume {checkpoint}"))
+    given = {"at": 4, "until": 6, "checkpoints": "OUT/iter-{step}.pt", "resume_with": f"sh -c '{resume}'"}
+    report = run(["sh", "-c", words], timeout=120.0, **given)  # type: ignore[arg-type]
+    assert report.verdict == ("differs" if fault else "same"), report.message
+    assert not fault or "moments of the optimizer" in (report.cause or ""), report.cause
+
+
 ABORTED = """
 import atexit, os, sys, time
 
 out, resumed, fails, rank = sys.argv[1], sys.argv[2:3], "{fails}", int(os.environ["RANK"])
-if resumed and rank == 1 and fails in ("", "at its exit"):
+if resumed and rank == 1 and fails in ("", "at its exit", "as it raises"):
     atexit.register(os.abort)  # last of all, as the threads of a process group that is not destroyed do
 import torch
 import torch.distributed as dist
@@ -316,11 +345,13 @@ if resumed and rank == 1 and fails in ("in a step", "without a step"):
     os.abort()
 if resumed and rank == 1 and fails == "at its exit":
     sys.exit(1)
+if resumed and rank == 1 and fails == "as it raises":
+    raise SystemExit(1)
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fails", ["", "in a step", "without a step", "at its exit"])
+@pytest.mark.parametrize("fails", ["", "in a step", "without a step", "at its exit", "as it raises"])
 def test_a_rank_that_is_aborted_after_the_end_of_its_script_has_not_failed(fails: str, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text(ABORTED.format(fails=fails))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "OUT"]

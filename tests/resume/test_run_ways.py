@@ -9,7 +9,7 @@ import pytest
 
 from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
-from ckpttool.resume import ways
+from ckpttool.fleet import ways
 from ckpttool.resume.runs import run
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--out')\n"

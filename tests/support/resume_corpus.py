@@ -212,6 +212,276 @@ def _saves(style: str, text: str, checkpoints: str | None, faults: tuple[Fault, 
     return Script(style, text, words, checkpoints, faults, **more)
 
 
+MORE: tuple[tuple[str, str, str, str, Any], ...] = (
+    *(
+        ("wrappers", name, "OUT/w_{step}.pt", what, faults)
+        for name, what, faults in (
+            (
+                "sharp groups",
+                "an optimizer that wraps another one and shares its groups, with a radius in them",
+                (
+                    ("rho of the groups", "the radius reset", r"`rho` of parameter group 0"),
+                    ("groups of the base", "the other optimizer keeps its groups", r"parameter group 0"),
+                    ("momentum of the base", "the momentum of the other optimizer lost", r"optimizer.*no state"),
+                ),
+            ),
+            (
+                "sharp scalar",
+                "a radius that is an attribute of the optimizer",
+                (
+                    ("radius", "the radius reset", r"rho"),
+                    ("radius not saved", "the radius in no checkpoint", r"begun anew: `SGD.rho`"),
+                ),
+            ),
+            (
+                "counted",
+                "the numbers that were drawn are counted beside the states of generators",
+                (
+                    ("draws", "the count of numbers drawn reset", r"draws"),
+                    ("late draws", "a count in a tuple with a state reset", r"begun anew: `loop.late`"),
+                ),
+            ),
+            (
+                "named",
+                "a model whose methods name only a part of it",
+                (
+                    ("unnamed layer", "a layer that it does not name not loaded", r"norm\.weight"),
+                    ("unnamed weight", "a weight that it does not name not loaded", r"up\.weight"),
+                    ("unnamed buffer", "a buffer that it does not name not loaded", r"buffer.*shift"),
+                ),
+            ),
+            (
+                "queue",
+                "a queue that gets the keys of a batch before the forward pass",
+                (
+                    ("queue of keys", "the queue begins anew", r"queue"),
+                    ("one old key", "one key of the queue negated", r"queue"),
+                    ("pointer of keys", "the place in the queue reset", r"`other\.at`"),
+                    ("temperature of keys", "a temperature reset", r"temperature"),
+                ),
+            ),
+            (
+                "losses",
+                "a loss that is a module, with a number, a tensor and a buffer that no state dict has",
+                (
+                    ("mean of the loss", "an attribute of a module reset", r"loss\.mean"),
+                    ("spread of the loss", "a tensor that is no buffer reset", r"loss\.spread"),
+                    ("center of the loss", "a buffer that is not persistent reset", r"Criterion\.center"),
+                ),
+            ),
+            (
+                "progressive",
+                "dropout that grows and a layer that fades in",
+                (
+                    ("dropout from now", "dropout grows from the resume on", r"begun anew: `Dropout.p`"),
+                    ("fade", "how far a layer has faded in reset", r"fade"),
+                ),
+            ),
+            (
+                "closures",
+                "a running norm in a closure",
+                (
+                    ("norm of a closure", "the running norm reset", r"clip\.norm"),
+                    ("count of a closure", "its count reset", r"clip\.seen"),
+                ),
+            ),
+            (
+                "classes",
+                "state of a class, and not of an instance",
+                (
+                    ("seen of a class", "a count of a class reset", r"shared\.seen"),
+                    ("bias of a class", "a mean of a class reset", r"shared\.bias"),
+                    ("history of a class", "a history of a class lost", r"shared\.history"),
+                ),
+            ),
+            (
+                "attributes",
+                "an optimizer that counts its steps in an attribute",
+                (
+                    ("calls", "the count reset", r"calls"),
+                    ("calls not saved", "the count in no checkpoint", r"begun anew: .*`Counting.calls`"),
+                ),
+            ),
+            ("pruned", "masks of weights, of more of them as it goes on", (("share", "the share reset", r"share"),)),
+            (
+                "swapped",
+                "an average that is saved in the place of the weights",
+                (
+                    ("trained on the average", "training goes on from the average", r"weights of the model"),
+                    ("average of the live", "the average begins at the weights", r"model\.up\.weight"),
+                ),
+            ),
+            (
+                "order",
+                "weights of one shape, in groups that the script sorts",
+                (
+                    ("order of the groups", "the groups in another order", r"moments of .* are swapped"),
+                    ("weights reversed", "one group in another order", r"moments of .* are swapped"),
+                ),
+            ),
+            (
+                "mode",
+                "autocast from a step on",
+                (
+                    ("autocast", "autocast off again", r"half"),
+                    ("autocast not saved", "autocast off again, and in no checkpoint", r"begun anew: `loop.half`"),
+                ),
+            ),
+        )
+    ),
+    *(
+        ("streams", name, "OUT/s-{step}.pt", what, faults)
+        for name, what, faults in (
+            (
+                "augmented",
+                "noise of a generator of the data set",
+                (("generator of the noise", "NumPy's generator not restored", r"noise\.generator"),),
+            ),
+            (
+                "order file",
+                "the order of an epoch in a file",
+                (
+                    ("order written anew", "the file written anew", r"\bdata\b|batch"),
+                    ("position in the file", "the position in the file reset", r"\bdata\b|batch"),
+                ),
+            ),
+            (
+                "sharded workers",
+                "workers that read shards in turn from an offset",
+                (
+                    ("offset of the workers", "the workers start over", r"the data restarted"),
+                    ("seed of the workers", "another seed of the workers", r"epoch_seed"),
+                ),
+            ),
+            (
+                "mixture",
+                "sources that are drawn by their losses, each with a cursor",
+                (
+                    ("cursors", "the cursors reset", r"cursors"),
+                    ("weights of sources", "the weights of the sources reset", r"weights\.web"),
+                    ("generator of the mixture", "the generator of the sources not restored", r"generator"),
+                ),
+            ),
+            (
+                "prefetched",
+                "a batch that is fetched ahead",
+                (("fetched ahead", "the batch that was fetched ahead left out", r"\bdata\b|batch"),),
+            ),
+            (
+                "by loss",
+                "samples that are drawn by their last losses",
+                (
+                    ("losses of samples", "the losses of samples reset", r"source/losses"),
+                    ("ages of samples", "the ages of samples reset", r"source.ages"),
+                    ("generator of a sampler", "the generator of a sampler not restored", r"sampler\.generator"),
+                ),
+            ),
+            (
+                "growing samples",
+                "samples of more columns and larger batches",
+                (
+                    ("size of the samples", "the size of a batch reset", r"source\.size"),
+                    ("columns", "the number of columns reset", r"source\.columns"),
+                    ("steps of a stage", "the steps of a stage reset", r"source\.since"),
+                ),
+            ),
+            (
+                "seeds",
+                "a seed for each step, of a counter that is text",
+                (("counter as text", "the counter reset", r"\bdata\b|batch"),),
+            ),
+        )
+    ),
+    *(
+        ("ends", name, checkpoints or "OUT/f{step}.pt", what, faults)
+        for name, checkpoints, what, faults in (
+            (
+                "facts",
+                "",
+                "times, hosts, an id of the run, words and variables in each checkpoint",
+                (("lengths", "a list of numbers lost", r"lengths"),),
+            ),
+            (
+                "patience",
+                "",
+                "stops when a mean of scores is not better",
+                (
+                    ("best score", "the best score reset", r"`other\.best`"),
+                    ("bad evaluations", "the count of evaluations reset", r"`other\.bad`"),
+                    ("scores", "scores lost", r"scores"),
+                ),
+            ),
+            (
+                "top",
+                "OUT/last-{step}.pt",
+                "a table of the best checkpoints, which alone are kept",
+                (
+                    ("table", "the table lost", r"table"),
+                    ("scores of the table", "the scores in the table reset", r"table"),
+                ),
+            ),
+            (
+                "logs",
+                "",
+                "a log that grows, and a summary of it",
+                (
+                    ("total of the summary", "a sum reset", r"total"),
+                    ("log written anew", "the log before the resume lost", r"summary"),
+                ),
+            ),
+            (
+                "schedules",
+                "",
+                "a cycle, and a warm-up of the loss that the script counts",
+                (
+                    ("length of the cycle", "a longer cycle", r"scheduler.*total_steps", r"learning rate|betas"),
+                    ("steps of the scheduler by hand", "one step too few", r"scheduler", r"learning rate|betas"),
+                    ("warm-up", "the warm-up begins anew", r"warm"),
+                ),
+            ),
+            (
+                "evaluated",
+                "",
+                "evaluations that draw numbers",
+                (
+                    ("evaluated at the resume", "an evaluation more", r"RNG state.*torch", r"seen"),
+                    ("first evaluation", "the first evaluation lost", r"seen"),
+                ),
+            ),
+            (
+                "newest",
+                "OUT/turn-*.pt",
+                "two places in turns, of which the newest is found",
+                (
+                    ("the older turn", "the older place is taken", r"did not resume from step"),
+                    ("step of the other turn", "one step left out", r"\bstep\b"),
+                ),
+            ),
+            (
+                "lora",
+                "OUT/adapter_{step}.pt",
+                "only what was added to a base is saved",
+                (
+                    ("norm beside the addition", "a norm of the base not loaded", r"norm\.weight"),
+                    ("count of samples", "a buffer of the base not loaded", r"buffer.*seen"),
+                    ("base drawn anew", "a weight of the base drawn anew", r"up\.weight"),
+                    ("half of the addition", "half of the addition not loaded", r"ParameterDict\.b"),
+                    ("scaling", "the scale of the addition reset", r"scaling"),
+                ),
+            ),
+            (
+                "functional weights",
+                "",
+                "weights in a dict, and an update of one's own",
+                (
+                    ("velocity of one", "one momentum zeroed", r"velocity"),
+                    ("rate of one's own", "the learning rate reset", r"rate"),
+                ),
+            ),
+        )
+    ),
+)
+"""Scripts that keep state in many places: the file, the name, the checkpoints, what it does, and its faults."""
 _AUTO = "... --resume auto"
 _STEP = "OUT/ckpt-{step}.pt"
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
@@ -1336,6 +1606,17 @@ CORPUS = (
             Fault("frozen", "a frozen part trains again", r"frozen"),
             Fault("base rates", "a base rate of the scheduler changed", r"scheduler.*base_lrs"),
         ),
+    ),
+    *(
+        Script(
+            name,
+            what,
+            (f"train_{file}.py", "--style", name.replace(" ", ""), "--out", "OUT"),
+            checkpoints,
+            tuple(Fault(*fault) for fault in faults),
+            resume="..." if name == "newest" else "... --resume {checkpoint}",
+        )
+        for file, name, checkpoints, what, faults in MORE
     ),
 )
 BY_NAME = {script.name: script for script in CORPUS}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class Hooked:
     events: list[tuple[str, int]] = field(default_factory=list)  # what else happened, and after how many steps
     ended: dict[int, bool] = field(default_factory=dict)  # whether the script of a rank came to its end and failed not
     controlled: int = 0  # tensors and the like that a control has changed, on all ranks
+    program: str = ""  # that these steps are of, where a command runs several
 
 
 def counts_steps(folder: str) -> bool:
@@ -111,36 +112,56 @@ def counts_steps(folder: str) -> bool:
 
 def taken(folder: str) -> int:
     """Return how many steps one optimizer of a process has taken that trained something, at most."""
-    return max((letters.count(one) for letters in _letters(folder) for one in {*letters} - {ord("-")}), default=0)
+    every = _letters(folder).values()
+    return max((letters.count(one) for letters in every for one in {*letters} - {ord("-")}), default=0)
 
 
 def taken_in_all(folder: str) -> int:
     """Return how many steps that trained something all optimizers of a process have taken together, at most."""
-    return max((len(letters) - letters.count(b"-") for letters in _letters(folder)), default=0)
+    return max((len(letters) - letters.count(b"-") for letters in _letters(folder).values()), default=0)
 
 
-def _letters(folder: str) -> Iterator[bytes]:
-    """Yield a letter for each step of the optimizers of a process, as it counts them."""
+def _letters(folder: str) -> dict[str, bytes]:
+    """Return a letter for each step of the optimizers of each process, as it counts them."""
+    found: dict[str, bytes] = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
         with open(path, "rb") as counts:
-            yield counts.read()
+            found[_process(path)] = counts.read()
+    return found
+
+
+def _process(path: str) -> str:
+    """Return the number of the process that has written a file."""
+    return path.removesuffix(".json").removesuffix(".jsonl").rpartition(".")[2]
 
 
 def events(folder: str) -> list[tuple[str, int]]:
     """Return what happened beside the steps in a process of rank 0, and after how many steps."""
-    return [(one["event"], one["at"]) for found in _recorded(folder) for one in found if "event" in one]
+    return [(one["event"], one["at"]) for found in _recorded(folder).values() for one in found if "event" in one]
 
 
-def _recorded(folder: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield what each process has recorded, but for a line that a killed one has not finished."""
+def _recorded(folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Return what each process has recorded, but for a line that a killed one has not finished."""
     paths = glob.glob(os.path.join(glob.escape(folder), "hook.*.jsonl"))
-    yield from ([*documents(path)] for path in sorted(paths, key=os.path.getmtime))
+    return {_process(path): [*documents(path)] for path in sorted(paths, key=os.path.getmtime)}
 
 
-def read(folder: str) -> Hooked:
-    """Return what the hook has written to a folder."""
-    hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")), events=events(folder))
-    for found in _recorded(folder):
+def read(folder: str, program: str = "") -> Hooked:
+    """Return what the hook has written to a folder: of the processes of one program, if they took a step, or else of
+    that which took the most."""
+    every, letters = _recorded(folder), _letters(folder)
+    programs = {one: next((each["program"] for each in own if "program" in each), "") for one, own in every.items()}
+    counts: dict[str, int] = {}
+    for process in letters:
+        name = programs.get(process, "")
+        counts[name] = max(len(letters[process]), counts.get(name, 0))
+    program = program if program in counts else max(counts, key=lambda one: counts[one], default="")
+    others = {process for process, name in programs.items() if name in counts and name != program}
+    hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")), program=program)
+    for process, found in every.items():
+        if process in others:
+            continue
+        hooked.events += [(one["event"], one["at"]) for one in found if "event" in one]
         hooked.processes += any("did" in one for one in found)
         hooked.switches += [text for one in found for text in one.get("did", ()) if text not in hooked.switches]
         failures = dict.fromkeys(one["failed"] for one in found if "failed" in one)
@@ -151,6 +172,6 @@ def read(folder: str) -> Hooked:
             hooked.steps[steps[0].rank] = steps
         if ranks := [*(one.rank for one in steps[:1]), *(one["rank"] for one in found if "rank" in one)]:
             hooked.ended[ranks[0]] = any("ended" in one for one in found)
-    hooked.count = max(map(len, _letters(folder)), default=0)
-    hooked.states = states.read(folder)
+    hooked.count = counts.get(program, 0)
+    hooked.states = states.read(folder, lambda path: _process(path) not in others)
     return hooked

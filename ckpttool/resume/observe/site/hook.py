@@ -1,8 +1,8 @@
 """Sets deterministic switches of torch, and records the steps of optimizers, in the process of a script.
 
     hook.<pid>.jsonl      a line for each thing that was done, seen, changed by a control, or could not be done:
-                          {"did": ["torch.manual_seed(1234)"]}, {"step": {...}}, {"event": "epoch", "at": 3}; at the
-                          end of a script that did not fail {"ended": true}
+                          {"did": ["torch.manual_seed(1234)"], "program": "train.py"}, {"step": {...}},
+                          {"event": "epoch", "at": 3}; at the end of a script that did not fail {"ended": true}
     count.<pid>           one byte for each step of an optimizer: a letter for each, `-` if it trains nothing
     state.<n>.<pid>.json  the state where the n-th step of all begins, if it is asked for
 
@@ -11,6 +11,7 @@ No collective is called and no random number is drawn, so that training takes th
 """
 
 import atexit
+import dis
 import functools
 import gc
 import hashlib
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 from .control import Perturbation
 from .keep import Keeper
 from .state import DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha, write
+from .variables import Variables
 
 Note = Callable[[str, BaseException], None]
 _SMALL = 8  # a save of fewer bytes, by this factor, than the largest is of no whole state
@@ -51,7 +53,8 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
     observer = Observer(settings, note, torch, keeper)
     observer.start()
     is_rank = "RANK" in os.environ and multiprocessing.parent_process() is None
-    write(settings["folder"], {"did": did, **({"rank": rank(torch)} if is_rank else {})})
+    program = os.path.realpath(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    write(settings["folder"], {"did": did, "program": program, **({"rank": rank(torch)} if is_rank else {})})
     _watch_end(settings["folder"])
     return observer
 
@@ -59,9 +62,16 @@ def install(settings: Mapping[str, Any], note: Note, keeper: Keeper | None = Non
 def _watch_end(folder: str) -> None:
     """Write down that the script came to its end: what becomes of the process after that is not its doing."""
     exit_as_before, codes = sys.exit, list[Any]()
+    frame: Any = sys._getframe()
+    main = vars(sys.modules["__main__"])
+    while frame is not None and not (frame.f_globals is main and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
 
     def end() -> None:
-        if not any(codes) and not hasattr(sys, "last_value"):  # which an exception that nobody caught leaves
+        # What it did last: of a frame that an exception left, as SystemExit, that is no return.
+        last = frame.f_code.co_code[frame.f_lasti] if frame is not None else 0
+        is_at_its_end = bool(codes) or dis.opname[last].startswith("RETURN")
+        if is_at_its_end and not any(codes) and not hasattr(sys, "last_value"):
             write(folder, {"ended": True})
 
     def leave(code: Any = None, /) -> NoReturn:
@@ -123,7 +133,7 @@ class Observer:
         self._between: dict[str, Any] | None = None  # what changed between the last step and the one that goes on
         self._unsaved = 0
         self._sees_changes = self._saves is not None and not is_rounded  # in run A, which alone is asked for them
-        self._recorder = Recorder(self._folder, torch, settings["states"], is_rounded=is_rounded)
+        self._recorder = Recorder(self._folder, torch, settings["states"], Variables, is_rounded=is_rounded)
         self._control = Perturbation(what, self._folder, torch) if what else None
         self._letters: dict[int, bytes] = {}  # by the id of an optimizer
         self._steps: dict[int, int] = {}  # by the id of an optimizer

@@ -30,16 +30,13 @@ DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people
 _MT19937, _SEED_AND_OFFSET = 5056, 16  # bytes of the state of torch's generator of the CPU, and of a device
 CHUNK = 1 << 24  # bytes that are digested at once
 SMALL = 1 << 16  # bytes of a tensor that is digested on the CPU, wherever it lies
-_FEW = 1 << 12  # elements, one of which is not zero in most tensors
-_LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
-_DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
+FEW = 1 << 12  # elements, one of which is not zero in most tensors
 _SHOWN = 16  # elements of a tensor that is spelt in full
 ONES = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
 _SMALLER = ("bfloat16", "float16")
-_FOLDER = os.path.dirname(__file__)
 
 
 class _Living(NamedTuple):
@@ -53,10 +50,13 @@ class _Living(NamedTuple):
 
 
 class Recorder:
-    """Records the state where steps of these numbers begin. With `is_rounded`, values are digested in smaller dtypes,
-    too."""
+    """Records the state where steps of these numbers begin; `variables` finds what the script keeps. With `is_rounded`,
+    values are digested in smaller dtypes, too."""
 
-    def __init__(self, folder: str, torch: Any, steps: Iterable[int], *, is_rounded: bool = False) -> None:
+    def __init__(
+        self, folder: str, torch: Any, steps: Iterable[int], variables: Callable[..., Any], *, is_rounded: bool = False
+    ) -> None:
+        self._variables = variables
         self._folder, self._torch, self._left, self._is_rounded = folder, torch, {*steps}, is_rounded
         self.counts: dict[int, int] = {}  # steps that have begun, by the id of the optimizer
         # By the same, the first and the last of its steps among those of all.
@@ -139,10 +139,10 @@ class Recorder:
         modules, names = self._named_modules(there)
         values: dict[str, Any] = {}
         for one in self._called:
-            modes = {name: each.training for name, each in one.named_modules()}
+            modes = {name: each.training for name, each in walk(one)}
             own = [name for name, mode in modes.items() if mode != modes[name.rpartition(".")[0]]]
-            values |= {f"{_MODEL}.training_mode": one.training, f"{_MODEL}.in_the_other_mode": _plain(own)}
-        values[f"{_MODEL}.frozen"] = _plain(
+            values |= {f"{_MODEL}.training_mode": one.training, f"{_MODEL}.in_the_other_mode": plain(own)}
+        values[f"{_MODEL}.frozen"] = plain(
             [n for n, one, kind in modules if kind == "weight" and not one.requires_grad]
         )
         state = {
@@ -162,7 +162,7 @@ class Recorder:
             # One that a script makes anew when it resumes is the last of all, and of its class it may be the only one.
             for number, one in enumerate(sorted(objects, key=lambda each: type(each).__name__)):
                 root = f"{kind}_{number}" if number else kind
-                values |= {f"{root}.{key}": _plain(value) for key, value in one.state_dict().items()}
+                values |= {f"{root}.{key}": plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": rng(self._torch), "forward": self._forward}
 
     def _is_replaced(self, optimizer: Any, others: Sequence[Any]) -> bool:
@@ -174,96 +174,17 @@ class Recorder:
         later = [one for one in others[since:] if id(one) in self._ends and self._ends[id(one)][0] > last]
         return any(id(one) in own for each in later for group in each.param_groups for one in group["params"])
 
-    def _generators_of(self, modules: Iterable[Any]) -> dict[str, Any]:
-        """Return the generators that modules hold, whose attributes are searched no further."""
-        held = {f"{type(one).__name__}.{name}": each for one in modules for name, each in vars(one).items()}
-        return {name: one for name, one in held.items() if isinstance(one, self._torch.Generator)}
-
-    def _as_tensor(self, one: Any, most: int) -> Any:
-        """Return an array of at most so many bytes as a tensor, or the state of a generator; None for others."""
-        with suppress(Exception):  # of a dtype that torch has not
-            if isinstance(one, self._torch.Generator):
-                return one.get_state()
-            if type(one).__name__ == "ndarray" and one.nbytes <= most:
-                return self._torch.from_numpy(one)
-        return None
-
-    def _state_of(self, one: Any) -> Any:
-        """Return the bytes of the state of a generator of the script; None for others."""
-        with suppress(Exception):  # of a class that does not like to be looked at
-            if isinstance(one, self._torch.Generator):
-                return bytes(one.get_state().tolist())  # of what is gone, `elements` would be a view
-            if isinstance(one, random.Random):
-                return repr(one.getstate()).encode()
-            if type(one).__module__.startswith("numpy.random") and type(one).__name__ in ("Generator", "RandomState"):
-                return repr(one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()).encode()
-        return None
-
     def _of_the_script(self, there: _Living, modules: Sequence[tuple[str, Any, str]]) -> dict[str, Any]:
-        """Return what a script keeps beside modules and optimizers, before its forward pass: its tensors, `loose`, and
-        the plain values of its variables and the gradients of parameters, by the names that they have there."""
+        """Return what a script keeps beside modules and optimizers, before its forward pass."""
         known = {id(tensor) for _, tensor, _ in modules}
         known |= {id(one) for each in there.optimizers for state in each.state.values() for one in state.values()}
-        loose: dict[int, str] = {}
-        left = _LOOSE
         gradients = {f"{name}.grad": tensor.grad for name, tensor, kind in modules if kind == "weight"}
         is_lazy = self._torch.nn.parameter.is_lazy
         tensors = [one for one in (*there.tensors, *gradients.values()) if one is not None and not is_lazy(one)]
-        for tensor in {id(one): one for one in tensors}.values():
-            size = tensor.numel() * tensor.element_size()
-            if id(tensor) not in known and tensor.grad_fn is None and size <= left:
-                try:
-                    loose[id(tensor)] = spelt(self._torch, tensor)
-                    left -= size
-                except Exception:  # noqa: S112 - a class of tensors that has no bytes of its own
-                    continue
-        frame: Any = sys._getframe()
-        variables: dict[str, Any] = dict(vars(sys.modules["__main__"]))
-        libraries = tuple(os.path.dirname(os.path.dirname(one)) for one in (str(self._torch.__file__), json.__file__))
-        own = {*variables}
-        while frame is not None and frame.f_locals is not vars(sys.modules["__main__"]):  # what runs it has its own
-            is_aside = os.path.dirname(frame.f_code.co_filename) == _FOLDER
-            if not is_aside and "torch" not in frame.f_globals.get("__name__", "").split("."):
-                variables |= frame.f_locals
-                is_of_library = frame.f_code.co_filename.startswith(libraries)
-                own = own - {*frame.f_locals} if is_of_library else own | {*frame.f_locals}
-            frame = frame.f_back
-        variables |= self._generators_of(there.modules)
-        values: dict[str, Any] = {name: loose.get(id(one)) for name, one in gradients.items()}
-        ends = type(sys), type, self._torch.nn.Module, self._torch.optim.Optimizer, self._torch.Tensor
-        left_out, places = {*self.loaded}, deque((name, one, 0) for name, one in variables.items())
-        states: dict[str, Any] = {}
-        while places:
-            name, one, depth = places.popleft()
-            states[name] = self._state_of(one)
-            if id(one) not in loose and (tensor := self._as_tensor(one, left)) is not None:
-                loose[id(one)] = spelt(self._torch, tensor)
-                left -= tensor.numel() * tensor.element_size()
-            if id(one) in loose:
-                values[name] = loose[id(one)]
-            elif isinstance(one, (list, deque)) and len(one) < _FEW:
-                values[name] = [*map(_plain, one)]  # whole, as a checkpoint has it
-            elif isinstance(one, _PLAIN):
-                values[name] = _plain(one)
-            is_end = depth == _DEEP or (depth and (isinstance(one, ends) or len(values) > _FEW))
-            if is_end or id(one) in left_out or isinstance(one, ends[:2]):
-                continue
-            inside: dict[Any, Any] = {}
-            with suppress(Exception):  # of a class that does not like to be looked at, or that changes meanwhile
-                if isinstance(one, (list, tuple, deque)):
-                    has_tensors = len(one) < _FEW and any(id(each) in loose for each in one)
-                    inside = dict(enumerate(one)) if has_tensors else {}
-                else:
-                    inside = dict(one) if isinstance(one, dict) else dict(vars(one))
-            if inside:
-                left_out.add(id(one))
-                few = [*inside.items()][:_FEW]
-                inner = {f"{name}.{key}": each for key, each in few if isinstance(key, (str, int))}
-                places.extend((key, each, depth + 1) for key, each in inner.items())
-                file = getattr(sys.modules.get(type(one).__module__), "__file__", None) or ""
-                own |= inner.keys() if name in own and not file.startswith(libraries) else set()
-        own, generators = own & values.keys(), {name: sha(one) for name, one in states.items() if one is not None}
-        return {"loose": sorted({*loose.values()}), "variables": values, "own": sorted(own), "generators": generators}
+        tensors = [one for one in tensors if id(one) not in known and one.grad_fn is None]
+        variables = self._variables(self._torch, self.loaded)
+        found: dict[str, Any] = variables.find(tensors, gradients, [*there.modules, *there.optimizers])
+        return found
 
     def _look(self) -> _Living:
         """Look for all that lives in the process."""
@@ -276,12 +197,13 @@ class Recorder:
 
     def _named_modules(self, there: _Living) -> tuple[list[tuple[str, Any, str]], dict[int, str]]:
         """Return the tensors of all modules with their names and kinds, and the names of parameters by their ids."""
-        inner = {id(child) for one in there.modules for child in one.children()}
+        inner = {id(child) for one in there.modules for child in one._modules.values()}
         own = {id(one) for each in there.optimizers for group in each.param_groups for one in group["params"]}
         roots: list[tuple[bool, str, Any]] = []
         for one in there.modules:
-            if id(one) not in inner and (any(True for _ in one.parameters()) or any(True for _ in one.buffers())):
-                is_trained = any(id(each) in own for each in one.parameters())
+            parameters = [*_held(one, "_parameters")] if id(one) not in inner else []
+            if parameters or (id(one) not in inner and any(True for _ in _held(one, "_buffers"))):
+                is_trained = any(id(each) in own for _, each in parameters)
                 roots.append((not is_trained, type(one).__name__, one))
         roots.sort(key=lambda row: row[:2])
         is_one = sum(not row[0] for row in roots) == 1
@@ -291,10 +213,10 @@ class Recorder:
         for is_apart, kind, module in roots:
             number = seen[kind] = seen.get(kind, -1) + 1
             root = _MODEL if is_one and not is_apart else f"{kind}_{number}" if number else kind
-            for name, tensor in module.named_parameters(remove_duplicate=False):
+            for name, tensor in _held(module, "_parameters"):
                 tensors.append((f"{root}.{name}", tensor, "apart" if is_apart else "weight"))
                 names.setdefault(id(tensor), name if is_one and not is_apart else f"{root}.{name}")
-            for name, tensor in module.named_buffers(remove_duplicate=False):
+            for name, tensor in _held(module, "_buffers"):
                 tensors.append((f"{root}.{name}", tensor, "apart" if is_apart else "buffer"))
         return tensors, names
 
@@ -302,7 +224,7 @@ class Recorder:
         tensors, kinds, values = state["tensors"], state["kinds"], state["values"]
         for number, group in enumerate(optimizer.param_groups):
             prefix = f"{root}.param_groups.{number}"
-            values |= {f"{prefix}.{key}": _plain(value) for key, value in group.items() if key != "params"}
+            values |= {f"{prefix}.{key}": plain(value) for key, value in group.items() if key != "params"}
             for at, parameter in enumerate(group["params"]):
                 own = names.get(id(parameter))
                 if own is None:  # a flat copy that is in no module
@@ -310,10 +232,26 @@ class Recorder:
                     tensors[f"{root}.params.{own}"], kinds[f"{root}.params.{own}"] = self._digest(parameter), "weight"
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if not isinstance(value, self._torch.Tensor):
-                        values[f"{root}.state.{own}.{key}"] = _plain(value)
+                        values[f"{root}.state.{own}.{key}"] = plain(value)
                     else:
                         name = f"{root}.state.{own}.{key}"
                         tensors[name], kinds[name] = self._digest(value), f"group {number}"
+
+
+def walk(module: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a module and all in it with their names, whatever its class says that it has."""
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from walk(child, f"{name}.{key}" if name else key)
+
+
+def _held(module: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """Yield the `_parameters` or `_buffers` of a module and of all in it with their names."""
+    for name, each in walk(module):
+        for key, tensor in getattr(each, what).items():
+            if tensor is not None:
+                yield f"{name}.{key}" if name else key, tensor
 
 
 def living(*kinds: Any) -> list[list[Any]]:
@@ -478,7 +416,7 @@ def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
     # The first elements tell of almost every tensor that it is not.
     return all(
         torch.equal(chunk.view(torch.int32), chunk.to(dtype).to(chunk.dtype).view(torch.int32))
-        for chunk in (flat[:_FEW], flat)
+        for chunk in (flat[:FEW], flat)
     )
 
 
@@ -495,14 +433,14 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
         chunk = chunk if dtype is None else chunk.to(dtype)
         if _is_on_cpu(chunk):
             whole.update(elements(chunk))
-            is_zero = is_zero and dtype is None and not (bool(chunk[:_FEW].any()) or bool(chunk.any()))
+            is_zero = is_zero and dtype is None and not (bool(chunk[:FEW].any()) or bool(chunk.any()))
         else:
             mixed, some = _mixed(torch, chunk.view(torch.uint8))
             whole.update(mixed.to_bytes(8, "little", signed=True))
             is_zero = is_zero and not some
     record: dict[str, Any] = {"sha256": whole.hexdigest()[:DIGITS], "zero": is_zero}
     if tensor.numel() == 1 and own.numel() == 1 and not tensor.is_complex():
-        record["value"] = _plain(own)
+        record["value"] = plain(own)
     return record
 
 
@@ -529,15 +467,15 @@ def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
     return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value that JSON and people can read; of a long one its digest."""
     value = local(value)  # a shard may have no element of a tensor that has one
     if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
         value = value.item()
     if isinstance(value, (list, tuple, deque)):
-        value = [_plain(one) for one in value]
+        value = [plain(one) for one in value]
     elif isinstance(value, dict):
-        value = {str(key): _plain(one) for key, one in value.items()}
-    elif callable(value) or not isinstance(value, _PLAIN):
+        value = {str(key): plain(one) for key, one in value.items()}
+    elif callable(value) or not isinstance(value, PLAIN):
         value = type(value).__name__
     return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

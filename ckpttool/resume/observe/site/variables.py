@@ -1,0 +1,143 @@
+"""Finds what a script keeps in no state of modules and optimizers: in its variables, and in what these hold.
+
+    step    trainer.best    Net.fade (an attribute of a module)    Meter.count (of a class)    clip.norm (in a closure)
+
+Nothing of the script is called, and what libraries have is not searched.
+"""
+
+import json
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+from .state import FEW, PLAIN, plain, sha, spelt
+
+_LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
+_DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
+_FOLDER = os.path.dirname(__file__)
+
+
+class Variables:
+    """Finds values by the names that they have in a script. What is in the objects with the ids `left_out` is not
+    looked for."""
+
+    def __init__(self, torch: Any, left_out: Iterable[int]) -> None:
+        self._torch = torch
+        self._libraries = tuple(os.path.dirname(os.path.dirname(str(one.__file__))) for one in (torch, json))
+        self._kinds = torch.nn.Module, torch.optim.Optimizer, torch.Tensor
+        # Of each module and optimizer, and not what a script has set.
+        self._of_all = {*vars(torch.nn.Module()), "state", "defaults", "param_groups"}
+        self._left, self._left_out, self._own = _LOOSE, {*left_out}, set[str]()
+        self._values, self._generators = dict[str, Any](), dict[str, str]()
+        self._loose: dict[int, str] = {}
+
+    def find(self, tensors: Iterable[Any], gradients: dict[str, Any], objects: Iterable[Any]) -> dict[str, Any]:
+        """Return the `loose` tensors; the plain values of `variables`, and in them those of the `gradients`; which of
+        them are the script's `own`; and digests of `generators`. `objects` are modules and optimizers."""
+        for tensor in {id(one): one for one in tensors}.values():
+            self._spell(tensor, tensor)
+        variables = self._variables()
+        self._search([*variables.items()])
+        # Those that are no variables, by their classes.
+        self._search([(type(one).__name__, one) for one in objects if id(one) not in self._left_out])
+        of_gradients = {name: self._loose.get(id(one)) for name, one in gradients.items()}
+        return {
+            "loose": sorted({*self._loose.values()}),
+            "variables": {**of_gradients, **self._values},
+            "own": sorted(self._own & {*self._values, *self._generators}),
+            "generators": self._generators,
+        }
+
+    def _variables(self) -> dict[str, Any]:
+        """Return the variables of the script, and of the functions that it is in."""
+        main = vars(sys.modules["__main__"])
+        found, self._own, frame = dict[str, Any](main), {*main}, sys._getframe().f_back
+        while frame is not None and frame.f_locals is not main:  # what runs it has its own
+            file, names = frame.f_code.co_filename, {*frame.f_locals}
+            if os.path.dirname(file) != _FOLDER and "torch" not in frame.f_globals.get("__name__", "").split("."):
+                found |= frame.f_locals
+                self._own = self._own - names if file.startswith(self._libraries) else self._own | names
+            frame = frame.f_back
+        return found
+
+    def _search(self, variables: list[tuple[str, Any]]) -> None:
+        places, names = deque((name, one, 0) for name, one in variables), set[str]()
+        while places:
+            name, one, depth = places.popleft()
+            self._look_at(name, one)
+            is_end = depth == _DEEP or (depth and (isinstance(one, self._kinds) or len(self._values) > FEW))
+            if is_end or id(one) in self._left_out:
+                continue
+            inside = dict[Any, Any]()
+            with suppress(Exception):  # of a class that does not like to be looked at, or that changes meanwhile
+                inside = self._inside(one, depth)
+            if inside:
+                self._left_out.add(id(one))
+                few = [*inside.items()][:FEW]
+                inner = {f"{name}.{key}": each for key, each in few if isinstance(key, (str, int))}
+                inner = {key: each for key, each in inner.items() if key not in names}
+                names |= inner.keys()
+                places.extend((key, each, depth + 1) for key, each in inner.items())
+                is_own = name in self._own and not self._is_of_library(type(one))
+                self._own |= inner.keys() if is_own or isinstance(one, self._kinds[:2]) else set()
+
+    def _inside(self, one: Any, depth: int) -> dict[Any, Any]:
+        """Return what is in a variable by name: in dicts, objects, closures, a script's classes and modules."""
+        if isinstance(one, (list, tuple, deque)):
+            return dict(enumerate(one)) if len(one) < FEW and any(id(each) in self._loose for each in one) else {}
+        if isinstance(one, dict):
+            return dict(one)
+        if isinstance(one, (FunctionType, MethodType)):
+            function = getattr(one, "__func__", one)
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            is_own = not function.__code__.co_filename.startswith(self._libraries)
+            return {name: cell.cell_contents for name, cell in cells} if is_own else {}
+        if isinstance(one, (ModuleType, type)):
+            is_own = not depth and self._file_of(one) != "" and not self._is_of_library(one)
+            is_code = (ModuleType, property, classmethod, staticmethod)
+            own = {key: each for key, each in vars(one).items() if is_own and key[:2] != "__"}
+            return {key: each for key, each in own.items() if not callable(each) and not isinstance(each, is_code)}
+        if isinstance(one, self._kinds[:2]):
+            kinds = (float, self._torch.Generator) if self._is_of_library(type(one)) else object
+            own = {key: each for key, each in vars(one).items() if key not in self._of_all and isinstance(each, kinds)}
+            # What begins with `_` torch sets in optimizers.
+            return {key: own[key] for key in own if key[0] != "_" or isinstance(one, self._kinds[0])}
+        return dict(vars(one))
+
+    def _file_of(self, one: Any) -> str:
+        module = one if isinstance(one, ModuleType) else sys.modules.get(one.__module__)
+        return "__main__" if module is sys.modules["__main__"] else getattr(module, "__file__", None) or ""
+
+    def _is_of_library(self, one: Any) -> bool:
+        return self._file_of(one).startswith(self._libraries)
+
+    def _look_at(self, name: str, one: Any) -> None:
+        """Take a value, the state of a generator, or what has the elements of a tensor."""
+        with suppress(Exception):  # of a class that does not like to be looked at, or of a dtype that torch has not
+            if isinstance(one, self._torch.Generator):
+                self._generators[name] = sha(bytes(one.get_state().tolist()))  # of what is gone, there are no bytes
+                self._spell(one, one.get_state())
+            elif isinstance(one, random.Random):
+                self._generators[name] = sha(repr(one.getstate()).encode())
+            elif type(one).__module__.startswith("numpy.random") and type(one).__name__ in ("Generator", "RandomState"):
+                state = one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()
+                self._generators[name] = sha(repr(state).encode())
+            elif type(one).__name__ == "ndarray" and id(one) not in self._loose and one.nbytes <= self._left:
+                self._spell(one, self._torch.from_numpy(one))
+        if id(one) in self._loose:
+            self._values[name] = self._loose[id(one)]
+        elif isinstance(one, (list, deque)) and len(one) < FEW:
+            self._values[name] = [*map(plain, one)]  # whole, as a checkpoint has it
+        elif isinstance(one, PLAIN):
+            self._values[name] = plain(one)
+
+    def _spell(self, one: Any, tensor: Any) -> None:
+        if (size := tensor.numel() * tensor.element_size()) <= self._left:
+            with suppress(Exception):  # of a class of tensors that has no bytes of its own
+                self._loose[id(one)] = spelt(self._torch, tensor)
+                self._left -= size
