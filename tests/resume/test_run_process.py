@@ -286,35 +286,6 @@ def test_a_killed_trial_leaves_no_rank(tmp_path: Path) -> None:
     killed(tmp_path, [*words, "--mesh", "shard=2", "--steps", "3"], is_in_a_step)
 
 
-AFTER = """
-import torch
-
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(20):
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", ["", "moments"])
-def test_a_program_that_follows_in_one_command_is_not_taken_for_it(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes more steps than what is resumed, and the same ones in each run."""
-    monkeypatch.setenv("FAULT", fault)
-    (after := tmp_path / "after.py").write_text(AFTER)
-    script = ROOT / "tests" / "resume" / "corpus" / "train_tricks.py"
-    train = f"{sys.executable} {script} --trick scaler --steps 6 --out OUT"
-    words, resume = (f"{train}{more}; {sys.executable} {after}" for more in ("", " --resume {checkpoint}"))
-    given = {"at": 4, "until": 6, "checkpoints": "OUT/iter-{step}.pt", "resume_with": f"sh -c '{resume}'"}
-    report = run(["sh", "-c", words], timeout=120.0, **given)  # type: ignore[arg-type]
-    assert report.verdict == ("differs" if fault else "same"), report.message
-    assert not fault or "moments of the optimizer" in (report.cause or ""), report.cause
-
-
 ABORTED = """
 import atexit, os, sys, time
 
