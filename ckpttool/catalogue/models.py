@@ -31,6 +31,7 @@ _QUANTIZED = re.compile(
 )
 _STATISTICS = re.compile(r"(.*\.)?(running_mean|running_var)")
 _KEYS = ("running_mean", "running_var")
+_ADAPTERS = ("lora_", "lycoris_")  # whose rank and strength kohya's scripts and LyCORIS keep in buffers
 _END = 100  # characters of a name, which may have a million
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 _AVERAGES = {"ema", "avg", "average", "averaged", "swa", "shadow", "polyak", "teacher", "target", "moving", "momentum"}
@@ -201,6 +202,8 @@ def is_buffer(name: str, tensor: Tensor, names: Collection[str]) -> bool:
     if tensor.embedded and "_buffers" in tensor.path:
         return True
     above, _, last = end.rpartition(".")
+    if last == "alpha" and not tensor.shape and name.startswith(_ADAPTERS):
+        return True
     # Of a million names few have other last keys, which alone tell.
     return _is_called_buffer(last if "\n" not in above else end) or (last in _KEYS and is_statistic(name, names))
 

@@ -729,13 +729,14 @@ def test_the_latest_networks_beside_those_of_each_step_are_copies(tmp_path: Path
 
 
 def test_the_last_of_a_run_has_no_number(tmp_path: Path) -> None:
-    """As kohya's sd-scripts save: `last.safetensors` is the end of it."""
+    """As kohya's sd-scripts save: `last.safetensors` is the end of it. What scales an adapter is a buffer."""
     for name in ("last-000002", "last-000004", "last"):
-        save_file(
-            {"lora_unet_a.lora_down.weight": torch.full((2, 8), float(len(name)))}, tmp_path / f"{name}.safetensors"
-        )
+        down = {"lora_unet_a.lora_down.weight": torch.full((2, 8), float(len(name)))}
+        save_file({**down, "lora_unet_a.alpha": torch.tensor(4.0)}, tmp_path / f"{name}.safetensors")
     (taken,) = (one["name"] for one in ckpttool.inspect(tmp_path).facts["run"] if one["taken"])
     assert taken == "last.safetensors"
+    (model,) = models(ckpttool.inspect(tmp_path)).counted
+    assert sum(tensor.numel for tensor in model.parameters()) == 16
 
 
 def test_master_weights_of_half_a_model_do_not_count(tmp_path: Path) -> None:
