@@ -5,7 +5,6 @@ Nothing in a checkpoint is executed. Names in its pickles that would run code el
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -174,21 +173,20 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
 
 def _are_parts(run: runs.RunDirectory, newest: Source) -> bool:
     """Return whether files that are numbered are of no steps: from 0, and the last one lacks tensors that the first
-    has; or no word says what is counted, and the last one lacks most of what the first has, or the weights of the last
-    two have nothing in common."""
+    has; or no word says what is counted, and they are of one tensor each, of other shapes, or the weights of the last
+    two have nothing in common. The last step of a run may be without its optimizer, or of a network that has grown."""
     orders = [one.order for one in run.checkpoints]
     is_said = any(step_said(name) is not None for one in run.checkpoints for name in (one.name, *one.files))
     is_range = orders == [(n,) for n in range(len(orders))]
     with suppress(CkptError):
         if len(orders) > 1 and (is_range or not is_said):
-            assert run.chosen is not None
-            with (
-                closing(_open_first_file(run, run.checkpoints[0])) as source,
-                closing(_open_first_file(run, run.chosen)) as last,
-            ):
-                first = _tensors_in(source.catalogue)
-                lacking = first - (_tensors_in(last.catalogue) | _tensors_in(newest.catalogue))
-            if lacking and (is_range or 2 * _elements(lacking) > _elements(first)):
+            with closing(_open_first_file(run, run.checkpoints[0])) as source:
+                first, is_bare = _tensors_in(source.catalogue), () in source.catalogue.entries
+            lacking = first - _tensors_in(newest.catalogue)
+            if lacking and run.chosen is not None:  # what a step of several files has twice is there once
+                with closing(_open_first_file(run, run.chosen)) as source:
+                    lacking = first - (_tensors_in(source.catalogue) | _tensors_in(newest.catalogue))
+            if lacking and (is_range or is_bare):
                 return True
         is_counted = len(orders) > 1 and max(orders) <= (2 * len(orders),)
         if is_counted and all(step_in(one.name) is None for one in run.checkpoints):
@@ -243,10 +241,6 @@ def _others(
 def _tensors_in(catalogue: Catalogue) -> Counter[tuple[str, Ints]]:
     """Return how many tensors have the same last word in their names, and the same shape."""
     return Counter((tensor.name.rpartition(".")[2], tensor.shape) for tensor in catalogue.tensors)
-
-
-def _elements(tensors: Counter[tuple[str, Ints]]) -> int:
-    return sum(count * math.prod(shape) for (_, shape), count in tensors.items())
 
 
 def _below(folder: Location, location: Location) -> str:

@@ -659,6 +659,8 @@ def test_a_folder_that_is_called_as_if_it_had_not_ended_and_holds_something_else
         save(state, step / folder)
     ckpttool.convert(step, tmp_path / "out.pt")
     assert "7" in str(torch.load(tmp_path / "out.pt", weights_only=True))
+    assert not [one for one in ckpttool.verify(step).findings if one.kind == "remains"]  # `repair` leaves these out
+    assert not ckpttool.repair(step, tmp_path / "repaired").done
     shutil.rmtree(step / name)
     (step / name).mkdir()
     save({"w": torch.ones(4)}, step / name)
@@ -751,7 +753,7 @@ def test_master_weights_of_half_a_model_do_not_count(tmp_path: Path) -> None:
     assert model.part.root == ("model",) and sum(tensor.numel for tensor in model.parameters()) == 15
 
 
-@pytest.mark.parametrize("spelling", ["{moment}.{name}", "{number}.{moment}"])
+@pytest.mark.parametrize("spelling", ["{moment}.{name}", "{number}.{moment}", "state/{number}/{moment}"])
 def test_the_state_of_an_optimizer_under_flat_names(spelling: str, tmp_path: Path) -> None:
     """`exp_avg.0.weight` was a model of as many parameters again; neither was among what there is, at the top."""
     model = torch.nn.Linear(4, 3)
@@ -767,4 +769,30 @@ def test_the_state_of_an_optimizer_under_flat_names(spelling: str, tmp_path: Pat
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     save_file(moments, tmp_path / "adam.safetensors")
     assert kinds(tmp_path) == {"model": {"model"}, "optimizer": {"adam"}}
-    assert summarise(ckpttool.inspect(tmp_path)).holds == "model 15, optimizer of it"
+    summary = summarise(ckpttool.inspect(tmp_path))
+    assert summary.holds == "model 15, optimizer of it"
+    assert [[state.kind for state in one.state] for one in summary.headline.optimizers] == [["exp_avg", "exp_avg_sq"]]
+
+
+def test_a_flat_name_says_behind_state_what_is_kept_of_a_parameter() -> None:
+    """Of Megatron, the master weights were state of the kind `weight`, which is the end of the parameter's name."""
+    summary = summarise(ckpttool.inspect(CHECKPOINTS / "other" / "megatron_torch_dist_tp2" / "iter_0000010"))
+    assert {state.kind for one in summary.headline.optimizers for state in one.state} == {"param", "exp_avg"}
+
+
+@pytest.mark.parametrize("name", ["{}.pt", "net_{}.pth"])
+@pytest.mark.parametrize("last", ["of a network that has grown", "without its optimizer"])
+def test_the_last_of_a_run_may_be_less_than_the_first(name: str, last: str, tmp_path: Path) -> None:
+    """No word says that the numbers are steps; the three files were opened as one checkpoint with three models."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    for number in (100, 200):
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, tmp_path / name.format(number))
+    other = torch.nn.Linear(8, 6) if "grown" in last else model
+    torch.save({"model": other.state_dict()}, tmp_path / name.format(300))
+    with ckpttool.open(tmp_path) as ckpt:
+        assert {*ckpt} == {"model.weight", "model.bias"}
+        assert torch.equal(ckpt["model.weight"].torch(), other.weight)

@@ -6,8 +6,10 @@ state, and stays unknown where they fit several classes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckpttool.analysis.describe import hyperparameters
@@ -127,8 +129,7 @@ def optimizers(
         if key is not None and key.section != "state":
             continue
         if key is None:  # `0.exp_avg`, `exp_avg.0.weight`: the state alone, under names of one's own
-            words = entry.fqn.split(".")
-            root, kind = entry.part.root, next((word for word in words if word in MOMENTS), words[-1])
+            root, kind = entry.part.root, _kind_in(re.split(r"[./]", entry.fqn))
         else:
             root, kind = key.root, str(key.below[0] if key.below else key.owner)
         states = found.setdefault(root, {})
@@ -143,6 +144,13 @@ def optimizers(
         state_of, table = list(found.get(root, {}).values()), tables.get(root)
         results.append(OptimizerSummary(root, _name(table, {state.kind for state in state_of}), state_of, table))
     return results
+
+
+def _kind_in(words: list[str]) -> str:
+    """Return what is kept by the words of a flat name: of each parameter its moment, `exp_avg` of `state/0/exp_avg`, or
+    what stands behind `state` where names of parameters follow, `param` of `state.param.layers.0.weight`."""
+    behind = [word for before, word in pairwise(words) if before == "state" and not word.isdigit()]
+    return next((word for word in [*words, *behind] if word in MOMENTS), (behind or words[-1:])[0])
 
 
 def _name(table: HyperparameterTable | None, kinds: set[str]) -> str | None:

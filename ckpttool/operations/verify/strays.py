@@ -9,6 +9,8 @@ from ckpttool.catalogue.findings import DAMAGE, SUSPECT, Finding
 from ckpttool.errors import CkptError
 from ckpttool.formats import DATA_FILE
 from ckpttool.operations.verify.report import Verification
+from ckpttool.producers.contents import is_remnant
+from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
 from ckpttool.storage.unfinished import is_left
 
@@ -49,7 +51,7 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
         if location in listed or _INDEX.fullmatch(name):
             continue
         kind, text = "stale", ""
-        if is_left(name, names):
+        if is_left(name, names) and is_remnant(Directory(folder), f"{name}/" if location.is_dir() else name):
             kind, text = "remains", "left by a save that stopped"
         elif listed and DATA_FILE.fullmatch(name) and location.is_file():
             size, ranked = location.size(), _DISTCP.fullmatch(name)
