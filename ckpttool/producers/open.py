@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -114,11 +114,14 @@ def _open_files(location: Location, options: OpenOptions) -> Source:
     return source
 
 
-def open_archive(location: Location, options: OpenOptions = NO_HINTS) -> Source:
-    """Open what lies in an archive, as if it lay in a directory. Raises ReadError or CorruptError."""
+def open_archive(
+    location: Location, options: OpenOptions = NO_HINTS, open_inside: Callable[..., Source] | None = None
+) -> Source:
+    """Open what lies in an archive, as if it lay in a directory, or as `open_inside` opens it. Raises ReadError or
+    CorruptError."""
     root = archives.inside(location)
     try:
-        source = open_at(root, options)
+        source = (open_inside or open_at)(root, options)
         beside.annotate_members(root, source.catalogue)
     except BaseException:
         root.store.close()

@@ -34,7 +34,7 @@ from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest
-from ckpttool.producers.open import open_at, open_source
+from ckpttool.producers.open import open_archive, open_source
 from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
 from ckpttool.serialization.directory import Directory
@@ -250,7 +250,11 @@ def _like_archive(archive: Location, name: str) -> Format:
     def is_file(path: str) -> bool:
         return not path.endswith("/")
 
-    return replace(archives.FORMAT, open=open_at, create=create, losses=losses, is_file=is_file, chunked=True)
+    def open_written(location: Location, options: OpenOptions = NO_HINTS) -> Source:
+        opened = layout.open if isinstance(layout, Format) else as_format(layout).open
+        return opened(location, options) if location.is_dir() else open_archive(location, options, opened)
+
+    return replace(archives.FORMAT, open=open_written, create=create, losses=losses, is_file=is_file, chunked=True)
 
 
 def _build(builder: LayoutBuilder, mounted: list[Mounted], like: Catalogue) -> OutputLayout:

@@ -160,6 +160,29 @@ def test_an_archive_of_one_checkpoint_is_written_like_another(sample: str, tmp_p
     assert ckpttool.diff(tmp_path / "b.tar", path).same and ckpttool.verify(tmp_path / "b.tar").whole
 
 
+def test_an_archive_of_which_one_file_is_left_is_compared(tmp_path: Path) -> None:
+    """What is left was looked for below no name, as in a folder with a single file."""
+    write_agent(tmp_path / "files")
+    for name in ("pytorch_variables.pth", "data"):
+        (tmp_path / "files" / name).unlink()
+    path = pack(tmp_path / "files", tmp_path / "a.tar")
+    ckpttool.convert(path, tmp_path / "b.tar", producer="same", drop=["optimizer"], check=True)
+    assert members(tmp_path / "b.tar")["./policy.pth"] == members(path)["./policy.pth"]
+    assert "./policy.optimizer.pth" not in members(tmp_path / "b.tar")
+
+
+def test_an_archive_with_a_remnant_of_a_save_in_a_directory(tmp_path: Path) -> None:
+    """Its warning, with what it is about, could not be put with those of the others: a bug was reported."""
+    write_agent(tmp_path / "files")
+    (tmp_path / "files" / "policy.pth.tmp").write_bytes(b"PK")
+    (step := tmp_path / "step").mkdir()
+    pack(tmp_path / "files", step / "agent.tar")
+    torch.save({"obs": torch.arange(5)}, step / "buffer.pt")
+    (warning,) = ckpttool.inspect(step).warnings
+    assert "policy.pth.tmp" in warning.text
+    assert tensors(step) == saved(tmp_path / "files") + Counter([of(torch.arange(5))])
+
+
 def test_an_archive_that_does_not_fit_on_the_disk_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
