@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Tensor
+from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
@@ -26,6 +26,7 @@ from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
 from ckpttool.operations.manifest import files_of
 from ckpttool.producers import runs
+from ckpttool.producers.components import deepest
 from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.producers.open import opened
 from ckpttool.producers.published import is_commit
@@ -334,14 +335,19 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
         with opened(path) as source:
             present = _present(source.catalogue, drop)
             is_dropped = parts.matcher(present, source.catalogue)
-            rest = {entry.name for entry in source.catalogue.entries.values() if not is_dropped(entry.part)}
+            kept = [entry for entry in source.catalogue.entries.values() if not is_dropped(entry.part)]
+            components = {c.root for c in source.catalogue.facts.get("components", ()) if c.format != "asset"}
             files_of_state = {file.name for file in source.catalogue.own_files}
             names = files_of(path, source.catalogue)[1] if path.is_dir() else []
         # One that carries a manifest gets a new one.
         manifest = None if (path / NAME).exists() else False
         convert(path, written, producer="same", drop=present, check=True, manifest=manifest)
         with opened(written) as source:
-            different = rest ^ {entry.name for entry in source.catalogue.entries.values()}
+            entries = {entry.name for entry in source.catalogue.entries.values()}
+        different, roots = {entry.name for entry in kept} ^ entries, {deepest(entry.path, components) for entry in kept}
+        if different and len(roots) == 1 and (root := roots.pop()) is not None:
+            # A file that stays alone has its own keys, not those below its name.
+            different = {dotted(entry.path[len(root) :]) for entry in kept} ^ entries
         lost = {*names} - {*written.below()} - files_of_state if names else {}
         if different or lost:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)

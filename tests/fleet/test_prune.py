@@ -228,3 +228,16 @@ def test_kills_at_random_moments(rounds: int, memory: Path) -> None:
     print(f"{killed} kills")
     assert killed
     assert mark(source)
+
+
+def test_the_one_file_that_stays_may_have_other_names(tmp_path: Path) -> None:
+    """`model.pt` beside `optimizer.pt` is mounted as `model`, and has its own keys without it: that was refused."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2):
+        (folder := tmp_path / "run" / f"step_{step}").mkdir(parents=True)
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    ckpttool.prune(tmp_path / "run", keep_last=1, drop=["optimizer"], yes=True)
+    assert [file.name for file in (tmp_path / "run" / "step_1").iterdir()] == ["model.pt"]
+    assert torch.load(tmp_path / "run" / "step_1" / "model.pt")["weight"].equal(model.weight)
