@@ -309,7 +309,7 @@ class Starts:
             control=self.control,
         )
         if hooked:
-            found.is_kept_by_run = lambda: inject.counts_steps(folder)
+            found.is_kept_by_run = lambda: bool(inject.letters(folder))
         return {"PYTHONUNBUFFERED": "1", **own, **hooked}
 
     def _of_a(self, step: int, run: ScriptRun | None = None) -> str | None:

@@ -6,13 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site import keep
+from ckpttool.resume.observe.site.variables import Variables
 from ckpttool.resume.steps import changed_by_saves
 
 SCRIPT = str(Path(__file__).with_name("run_hook.py"))
@@ -258,3 +263,52 @@ def test_a_directory_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.Monke
     version.write_text("nothing")
     with pytest.raises(ValueError, match="step-1/model"):
         keep.restore(last, str(tmp_path / "no"))
+
+
+def test_what_a_script_keeps_is_looked_at_without_a_call_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Shuffled(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            calls.append("iterated")
+            return super().__iter__()
+
+    class Lazy(dict[str, int]):
+        def __iter__(self) -> Iterator[str]:
+            calls.append("keys")
+            return super().__iter__()
+
+        def __getitem__(self, key: str) -> int:
+            calls.append(key)
+            return super().__getitem__(key)
+
+    class Source:
+        def item(self) -> int:
+            calls.append("item")
+            return len(calls)
+
+        def __getattr__(self, name: str) -> object:
+            calls.append(name)
+            raise AttributeError(name)
+
+    loop: list[object] = []
+    loop.append(loop)
+    gone = weakref.proxy(Source())
+    kept = {"order": Shuffled([3, 1]), "all": [Shuffled([2])], "lazy": Lazy(seen=4), "sources": [Source()]}
+    monkeypatch.setattr(sys.modules["__main__"], "kept", {"gone": gone, "loop": loop, **kept}, raising=False)
+    found = Variables(torch, ()).find((), {}, ())["variables"]
+    assert {name: found[f"kept.{name}"] for name in ("order", "all", "lazy.seen", "sources")} == {
+        "order": [3, 1],
+        "all": [[2]],
+        "lazy.seen": 4,
+        "sources": ["Source"],
+    }
+    assert calls == []
+
+
+def test_many_values_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {str(one): {str(other): {"x": other} for other in range(50)} for one in range(1_000)}
+    monkeypatch.setattr(sys.modules["__main__"], "many", many, raising=False)
+    began = time.process_time()
+    Variables(torch, ()).find((), {}, ())
+    assert time.process_time() - began < 5  # a minute if a set is made anew for each of the 50,000

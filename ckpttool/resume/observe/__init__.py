@@ -105,23 +105,18 @@ class Hooked:
     program: str = ""  # that these steps are of, where a command runs several
 
 
-def counts_steps(folder: str) -> bool:
-    """Return whether the hook that writes to a folder has seen a step of an optimizer."""
-    return next(glob.iglob(os.path.join(glob.escape(folder), "count.*")), None) is not None
-
-
 def taken(folder: str) -> int:
     """Return how many steps one optimizer of a process has taken that trained something, at most."""
-    every = _letters(folder).values()
-    return max((letters.count(one) for letters in every for one in {*letters} - {ord("-")}), default=0)
+    every = letters(folder).values()
+    return max((own.count(one) for own in every for one in {*own} - {ord("-")}), default=0)
 
 
 def taken_in_all(folder: str) -> int:
     """Return how many steps that trained something all optimizers of a process have taken together, at most."""
-    return max((len(letters) - letters.count(b"-") for letters in _letters(folder).values()), default=0)
+    return max((len(own) - own.count(b"-") for own in letters(folder).values()), default=0)
 
 
-def _letters(folder: str) -> dict[str, bytes]:
+def letters(folder: str) -> dict[str, bytes]:
     """Return a letter for each step of the optimizers of each process, as it counts them."""
     found: dict[str, bytes] = {}
     for path in glob.glob(os.path.join(glob.escape(folder), "count.*")):
@@ -149,12 +144,12 @@ def _recorded(folder: str) -> dict[str, list[dict[str, Any]]]:
 def read(folder: str, program: str = "") -> Hooked:
     """Return what the hook has written to a folder: of the processes of one program, if they took a step, or else of
     that which took the most."""
-    every, letters = _recorded(folder), _letters(folder)
+    every, counted = _recorded(folder), letters(folder)
     programs = {one: next((each["program"] for each in own if "program" in each), "") for one, own in every.items()}
     counts: dict[str, int] = {}
-    for process in letters:
+    for process in counted:
         name = programs.get(process, "")
-        counts[name] = max(len(letters[process]), counts.get(name, 0))
+        counts[name] = max(len(counted[process]), counts.get(name, 0))
     program = program if program in counts else max(counts, key=lambda one: counts[one], default="")
     others = {process for process, name in programs.items() if name in counts and name != program}
     hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")), program=program)

@@ -350,7 +350,7 @@ def sha(data: Any) -> str:
 
 def local(tensor: Any) -> Any:
     """Return what this rank has of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if hasattr(type(tensor), "to_local") else tensor
 
 
 def has_elements(tensor: Any) -> bool:
@@ -467,15 +467,21 @@ def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
     return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
 
 
+def each_of(items: Any) -> Iterator[Any]:
+    """Return an iterator as that of the base: where a class of a script is iterated over, it may draw a number."""
+    return next(kind.__iter__(items) for kind in (list, tuple, deque) if issubclass(type(items), kind))
+
+
 def plain(value: Any) -> Any:
     """Return a value that JSON and people can read; of a long one its digest."""
     value = local(value)  # a shard may have no element of a tensor that has one
-    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
+    is_number = value.numel() == 1 if hasattr(type(value), "numel") else type(value).__module__ == "numpy"
+    if is_number and hasattr(type(value), "item"):  # another class may change with a call of that
         value = value.item()
     if isinstance(value, (list, tuple, deque)):
-        value = [plain(one) for one in value]
+        value = [plain(one) for one in each_of(value)]
     elif isinstance(value, dict):
-        value = {str(key): plain(one) for key, one in value.items()}
+        value = {str(key): plain(one) for key, one in dict.items(value)}
     elif callable(value) or not isinstance(value, PLAIN):
         value = type(value).__name__
     return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

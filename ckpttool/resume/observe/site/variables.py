@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
-from .state import FEW, PLAIN, plain, sha, spelt
+from .state import FEW, PLAIN, each_of, plain, sha, spelt
 
 _LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
 _DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
@@ -43,7 +44,6 @@ class Variables:
             self._spell(tensor, tensor)
         variables = self._variables()
         self._search([*variables.items()])
-        # Those that are no variables, by their classes.
         self._search([(type(one).__name__, one) for one in objects if id(one) not in self._left_out])
         of_gradients = {name: self._loose.get(id(one)) for name, one in gradients.items()}
         return {
@@ -69,6 +69,8 @@ class Variables:
         places, names = deque((name, one, 0) for name, one in variables), set[str]()
         while places:
             name, one, depth = places.popleft()
+            if type(one) in ProxyTypes or type(one).__name__ == "_LazyModule":  # which is loaded when it is looked at
+                continue
             self._look_at(name, one)
             is_end = depth == _DEEP or (depth and (isinstance(one, self._kinds) or len(self._values) > FEW))
             if is_end or id(one) in self._left_out:
@@ -81,17 +83,18 @@ class Variables:
                 few = [*inside.items()][:FEW]
                 inner = {f"{name}.{key}": each for key, each in few if isinstance(key, (str, int))}
                 inner = {key: each for key, each in inner.items() if key not in names}
-                names |= inner.keys()
+                names.update(inner)  # `|=` with keys would make the whole set anew
                 places.extend((key, each, depth + 1) for key, each in inner.items())
                 is_own = name in self._own and not self._is_of_library(type(one))
-                self._own |= inner.keys() if is_own or isinstance(one, self._kinds[:2]) else set()
+                self._own.update(inner if is_own or isinstance(one, self._kinds[:2]) else ())
 
     def _inside(self, one: Any, depth: int) -> dict[Any, Any]:
         """Return what is in a variable by name: in dicts, objects, closures, a script's classes and modules."""
         if isinstance(one, (list, tuple, deque)):
-            return dict(enumerate(one)) if len(one) < FEW and any(id(each) in self._loose for each in one) else {}
+            items = dict(enumerate(each_of(one))) if len(one) < FEW else {}
+            return items if any(id(each) in self._loose for each in items.values()) else {}
         if isinstance(one, dict):
-            return dict(one)
+            return dict(dict.items(one))
         if isinstance(one, (FunctionType, MethodType)):
             function = getattr(one, "__func__", one)
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -105,7 +108,6 @@ class Variables:
         if isinstance(one, self._kinds[:2]):
             kinds = (float, self._torch.Generator) if self._is_of_library(type(one)) else object
             own = {key: each for key, each in vars(one).items() if key not in self._of_all and isinstance(each, kinds)}
-            # What begins with `_` torch sets in optimizers.
             return {key: own[key] for key in own if key[0] != "_" or isinstance(one, self._kinds[0])}
         return dict(vars(one))
 
@@ -129,12 +131,12 @@ class Variables:
                 self._generators[name] = sha(repr(state).encode())
             elif type(one).__name__ == "ndarray" and id(one) not in self._loose and one.nbytes <= self._left:
                 self._spell(one, self._torch.from_numpy(one))
-        if id(one) in self._loose:
-            self._values[name] = self._loose[id(one)]
-        elif isinstance(one, (list, deque)) and len(one) < FEW:
-            self._values[name] = [*map(plain, one)]  # whole, as a checkpoint has it
-        elif isinstance(one, PLAIN):
-            self._values[name] = plain(one)
+            if id(one) in self._loose:
+                self._values[name] = self._loose[id(one)]
+            elif isinstance(one, (list, deque)) and len(one) < FEW:
+                self._values[name] = [*map(plain, each_of(one))]  # whole, as a checkpoint has it
+            elif isinstance(one, PLAIN):
+                self._values[name] = plain(one)
 
     def _spell(self, one: Any, tensor: Any) -> None:
         if (size := tensor.numel() * tensor.element_size()) <= self._left:
