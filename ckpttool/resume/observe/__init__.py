@@ -45,8 +45,7 @@ def environment(
     With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
     that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
     as would one whose data come from a set. Of ranks `known[0]` and above nothing was saved, and their seed is
-    `known[1]`. What the user has set is kept. `control` names the part of the state that
-    is left out, see `site/control.py`.
+    `known[1]`. What the user has set is kept. `control` names the part of the state left out (`site/control.py`).
     """
     if seed is None and not observe:
         return {}

@@ -18,7 +18,7 @@ from weakref import ProxyTypes
 
 from .state import FEW, PLAIN, each_of, plain, sha, spelt
 
-_LOOSE = 1 << 30  # bytes of tensors that are in no module, of which a digest is taken
+_LOOSE, _ITEM = 1 << 30, 1 << 11  # bytes of tensors in no module, and for an item of a list, that have digests
 _DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
 _FOLDER = os.path.dirname(__file__)
 
@@ -133,7 +133,8 @@ class Variables:
                 self._spell(one, self._torch.from_numpy(one))
             if id(one) in self._loose:
                 self._values[name] = self._loose[id(one)]
-            elif isinstance(one, (list, deque)) and len(one) < FEW:
+            elif isinstance(one, (list, deque)) and len(one) < FEW and len(one) * _ITEM <= self._left:
+                self._left -= len(one) * _ITEM
                 self._values[name] = [*map(plain, each_of(one))]  # whole, as a checkpoint has it
             elif isinstance(one, PLAIN):
                 self._values[name] = plain(one)
