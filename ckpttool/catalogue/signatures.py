@@ -189,11 +189,11 @@ def _kind_of_keys(children: dict[Hashable, KeyNode], keys: set[Any]) -> str | No
 def _is_flat_optimizer(node: KeyNode) -> bool:
     """Return whether the names are those of flattened optimizer state: `state.0.exp_avg`, `param_groups.w.lr`."""
     names = [key for key, one in node.children.items() if isinstance(key, str) and not one.children]
-    if names and len(names) == len(node.children) and all(map(_FLAT_BY_MOMENT.fullmatch, names)):
+    if not names or len(names) < len(node.children):
+        return False
+    if all(map(_FLAT_BY_MOMENT.fullmatch, names)):
         return True
-    if len(names) < len(node.children) or not any(
-        (n.endswith(MOMENTS) and _FLAT_STATE.fullmatch(n)) or n.startswith("param_groups.") for n in names
-    ):
+    if not any((n.endswith(MOMENTS) and _FLAT_STATE.fullmatch(n)) or n.startswith("param_groups.") for n in names):
         return False
     return all(_FLAT_STATE.fullmatch(name) or _FLAT_REST.fullmatch(name) for name in names)
 

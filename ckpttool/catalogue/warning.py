@@ -70,9 +70,8 @@ class Warning(Finding):
         self, kind: Kind, text: str, file: str | None = None, tensor: str | None = None, names: Sequence[str] = ()
     ) -> None:
         gravity = DAMAGE if kind == "damaged" else NOTE if kind in _REMARKS else SUSPECT
-        super().__init__(
-            gravity, kind, text, file, tensor, names=tuple(names)
-        )  # they are compared by all that they say
+        # A tuple: warnings are put together by all that they say.
+        super().__init__(gravity, kind, text, file, tensor, names=tuple(names))
 
     @property
     def text(self) -> str:

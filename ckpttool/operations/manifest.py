@@ -9,6 +9,7 @@ from ckpttool.catalogue.aliases import find_aliases
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import OverwriteError, UsageError
+from ckpttool.producers.contents import without_remains
 from ckpttool.producers.open import opened
 from ckpttool.serialization.manifest import NAME, Hashed, Manifest, content
 from ckpttool.storage.stores import Location, local_path
@@ -82,8 +83,7 @@ def files_of(path: Location, catalogue: Catalogue) -> tuple[Location, list[str]]
     that leaves the directory."""
     if path.is_dir():
         left = [name.rstrip("/") for w in catalogue.warnings if w.kind == "left-out" for name in w.names]
-        names = [name for name in path.below() if name.rpartition("/")[2] != NAME]
-        names = [name for name in names if not any(f"{name}/".startswith(f"{one}/") for one in left)]
+        names = [name for name in without_remains(path.below(), left) if name.rpartition("/")[2] != NAME]
         for name in names:
             path.inside(name)
         return path, names

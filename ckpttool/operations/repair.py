@@ -30,7 +30,7 @@ from ckpttool.operations.arguments import check_apart, check_source
 from ckpttool.operations.verify import verify
 from ckpttool.operations.verify.strays import absent_ranks
 from ckpttool.operations.write import note_obstacle
-from ckpttool.producers.contents import is_remnant
+from ckpttool.producers.contents import is_remnant, without_remains
 from ckpttool.producers.open import opened
 from ckpttool.reports.report import Block, Facts, Line, bold
 from ckpttool.serialization.directory import Directory
@@ -212,10 +212,8 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
         if remains := _remains(Directory(root)):
             result.dropped += remains
             result.done.append(f"skipped remains of an interrupted save: {some(remains)}")
-        for name in root.below():
+        for name in without_remains(root.below(), remains):
             location = root / name
-            if any(f"{name}/".startswith(f"{one}/") for one in remains):
-                continue
             if name not in originals:
                 originals[name] = location
             elif not _same(originals[name], location):

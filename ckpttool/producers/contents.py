@@ -177,6 +177,11 @@ def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iter
         yield Warning("left-out", text, file=left[0], names=left)
 
 
+def without_remains(names: Iterable[str], left: Collection[str]) -> list[str]:
+    """Return the names of files that are neither among the remains `left` of a save, nor in folders that are."""
+    return [name for name in names if not any(f"{name}/".startswith(f"{one}/") for one in left)] if left else [*names]
+
+
 def is_remnant(directory: Directory, name: str) -> bool:
     """Return whether a file or a folder is of a save that did not end: by its name, and as it is not whole or has
     entries of what it replaces."""

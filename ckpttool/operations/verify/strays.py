@@ -46,12 +46,13 @@ def _in(folder: Location, root: Location, listed: Collection[Location], world: i
         hint = "copy it from where the checkpoint was saved"
         yield Finding(DAMAGE, "missing", text, f"__{rank}.metadata", hint=hint)
     suffixes = {location.suffix for location in listed if location.parent == folder} & {".distcp", ".safetensors"}
+    directory = Directory(folder) if any(is_left(name, names) for name in names) else None
     for name in names:
         location = folder / name
         if location in listed or _INDEX.fullmatch(name):
             continue
         kind, text = "stale", ""
-        if is_left(name, names) and is_remnant(Directory(folder), f"{name}/" if location.is_dir() else name):
+        if directory is not None and is_remnant(directory, f"{name}/" if f"{name}/" in directory else name):
             kind, text = "remains", "left by a save that stopped"
         elif listed and DATA_FILE.fullmatch(name) and location.is_file():
             size, ranked = location.size(), _DISTCP.fullmatch(name)
