@@ -242,7 +242,8 @@ ShardOfBatch = Annotated[Text, option("--shard I/N", EXECUTION,
     "Process share I of N, from 0 to N-1. Default: the index in a Slurm array or an indexed Kubernetes Job, else "
     "everything.")]
 Engine = Annotated[Text, option("--engine ENGINE", EXECUTION,
-    "bytes copies files; mesh loads into torch with one process per rank, and is the default there.")]
+    "bytes copies files, and is the default; mesh, under torchrun with one process per rank, loads into torch and "
+    "saves by DCP.")]
 KeepLast = Annotated[Number, option("--keep-last N", SELECTION,
     "Keep the N newest complete checkpoints as they are. Default with --keep-every: 1.", least=1)]
 KeepEvery = Annotated[Number, option("--keep-every M", SELECTION, "Keep steps that are multiples of M.", least=1)]

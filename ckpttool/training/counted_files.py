@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from ckpttool.storage import files
 from ckpttool.storage.crc import crc32
 from ckpttool.storage.stores import local_path
 
@@ -37,13 +38,23 @@ class _Counted:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.crc, self.is_whole = 0, True
+        self._position = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, data: Any) -> Any:
-        self.crc = crc32(data, self.crc)
-        return self._stream.write(data)
+        view = memoryview(data).cast("B")
+        start = 0
+        # The kernel copies a piece that ends at a multiple of this while it is in the processor's cache.
+        while start < len(view):
+            end = start + files.WRITE - (self._position + start) % files.WRITE
+            piece = view[start:end]
+            self.crc = crc32(piece, self.crc)
+            self._stream.write(piece)
+            start = end
+        self._position += len(view)
+        return len(view)
 
     def seek(self, *where: int) -> Any:
         self.is_whole = False

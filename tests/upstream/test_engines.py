@@ -274,27 +274,27 @@ def test_a_file_of_another_save(sources: dict[str, str], on_ranks: OnRanks) -> N
 
 W4 = path_of("dcp/fsdp2_w4")
 CHOICES: dict[str, tuple[dict[str, Any], Any]] = {
-    "as many as ranks": ({"to_world": 2}, ("mesh", "2 processes for as many ranks, and the state fits their memory")),
-    "planned": ({"to_world": 2, "dry_run": True}, ("mesh", "2 processes for as many ranks, and the state fits")),
+    "as many as ranks": ({"to_world": 2}, ("bytes", "the default")),
     "bytes": ({"to_world": 2, "engine": "bytes"}, ("bytes", "asked for")),
-    "more ranks": ({"to_world": 4}, ("bytes", "2 processes for 4 ranks")),
-    "rank files": ({"to_world": 2, "to": "fsdp1"}, ("bytes", "DCP saves it, and fsdp1 is not DCP's")),
-    "little memory": ({"to_world": 2, "free": 1 << 20}, ("bytes", "the state does not fit: 2 x 5")),
-    "a limit": ({"to_world": 2, "max_memory": "200MiB"}, ("bytes", "`--max-memory` holds for bytes only")),
+    "mesh": ({"to_world": 2, "engine": "mesh"}, ("mesh", "asked for")),
+    "planned": ({"to_world": 2, "engine": "mesh", "dry_run": True}, ("mesh", "asked for")),
     "another order": (
-        {"to_mesh": "shard=1,replicate=2"},
-        ("bytes", "FSDP2 takes the dimensions of a mesh in the order"),
+        {"to_mesh": "shard=1,replicate=2", "engine": "mesh"},
+        "UsageError: `--engine mesh`: FSDP2 takes the dimensions of a mesh in the order",
     ),
-    "packed": ({"to_world": 2, "source": "packed"}, ("bytes", "tensor `model.w` is bits8, which does not travel")),
-    "asked for, more ranks": (
+    "packed": (
+        {"to_world": 2, "source": "packed", "engine": "mesh"},
+        "UsageError: `--engine mesh`: tensor `model.w` is bits8, which does not travel",
+    ),
+    "more ranks": (
         {"to_world": 4, "engine": "mesh"},
         "UsageError: `--engine mesh`: 2 processes for 4 ranks | `torchrun --nproc-per-node 4 -m ckpttool reshard ...`",
     ),
-    "asked for, rank files": (
+    "rank files": (
         {"to_world": 2, "to": "fsdp1", "engine": "mesh"},
         "UsageError: `--engine mesh`: DCP saves it, and fsdp1 is not DCP's | `--engine bytes` writes it",
     ),
-    "asked for, little memory": (
+    "little memory": (
         {"to_world": 2, "engine": "mesh", "free": 1 << 20},
         "UsageError: `--engine mesh`: the state does not fit: 2 x 5",
     ),

@@ -48,7 +48,7 @@ class Resharding(Conversion):
     world_size: int = 1  #: world size of DST
     mesh: str = ""  #: mesh of DST, such as `shard=4,tp=2`; with `--like`, the path of the other checkpoint
     engine: str = "bytes"  #: `bytes` or `mesh`
-    why: str = ""  #: reason for the engine, for people; `asked for` with `--engine`
+    why: str = ""  #: `asked for` with `--engine`, and the accelerator of the shards; else `the default`
     policies: list[str] = field(default_factory=list)  #: what became of the values of single ranks, for people
 
     @property
@@ -56,7 +56,7 @@ class Resharding(Conversion):
         """The layout, the engine, and what became of the values of single ranks."""
         yield "layout", f"{plural(self.world_size, 'rank')}, {self.mesh}"
         shared = f", {self.processes} processes" if self.processes > 1 else ""
-        yield "engine", f"{self.engine}{shared} ({self.why})"
+        yield "engine", f"{self.engine}{shared}"
         yield from (("per rank", policy) for policy in self.policies)
 
 
@@ -123,8 +123,8 @@ def reshard(
         to_mesh: mesh to shard for, such as `shard=4,tp=2` or `replicate=2,shard=4`, in place of `to_world`.
         like: a checkpoint whose sharding and ranks to use, in place of both.
         to: the format, `dcp` or `fsdp1`; None keeps that of `src`, and makes `dcp` of a single file.
-        engine: `bytes` copies between files; `mesh` loads into torch with one process per rank, and is the default
-            under torchrun.
+        engine: `bytes` copies between files; `mesh`, under torchrun with one process per rank, loads into torch and
+            saves with DCP. None is `bytes`.
         placements: rules `GLOB=DIM:N` that shard parameters over the mesh dimension DIM along tensor dimension N;
             `@FILE` reads rules.
         shard: globs of tensors to shard although they are not parameters.
@@ -182,11 +182,9 @@ def reshard(
         copies = publish.check_in_store(in_store)
         how = WriteOptions(overwrite, dry_run, threads, memory, check, progress, resume, *listed, in_store=copies)
         hub = publish.options(private, public, tag, commit_message, arguments.path(stage), not_secret)
-        if is_remote(dst):
-            if engine == "mesh":
-                message = f"`{dst}`: `--engine mesh` writes to this machine only"
-                raise UsageError(message, hint="leave it out, or run `ckpttool reshard --engine bytes`")
-            engine = "bytes"
+        if is_remote(dst) and engine == "mesh":
+            message = f"`{dst}`: `--engine mesh` writes to this machine only"
+            raise UsageError(message, hint="leave it out, or run `ckpttool reshard --engine bytes`")
         target, is_first = row or formats.FORMATS[0], coordinator.is_first
         page, began = page_file.checked(html), time.monotonic()
         with ExitStack() as stack:
@@ -209,7 +207,7 @@ def reshard(
                     "`--resume` cannot be used with several processes or `--engine mesh`",
                     hint="leave it out, or run `ckpttool reshard --engine bytes --resume` without torchrun",
                 )
-            result.engine, result.why = chosen.name, "DST is in a store" if is_remote(dst) else chosen.why
+            result.engine, result.why = chosen.name, chosen.why
             if is_first or not dry_run:
                 engines.write(chosen, job)
             place.send(result)
