@@ -9,14 +9,15 @@ leave     what cannot be judged: not complete, a link, several files, of no step
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue import parts
-from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
+from ckpttool.catalogue.entries import OTHER, Catalogue, Object, Tensor, dotted
 from ckpttool.catalogue.patterns import several
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import DONE, CkptError, CorruptError, ReadError, UsageError
@@ -37,6 +38,9 @@ from ckpttool.serialization.manifest import NAME
 from ckpttool.storage import workspace
 from ckpttool.storage.stores import Location, destination, local_path, locate, path_text
 from ckpttool.text import plural, size, some
+
+# How much larger one has to be that may hold more.
+_LARGER = 1.02
 
 Action = Literal["keep", "drop", "remove", "leave"]
 _STYLES = {"remove": "red", "drop": "yellow", "leave": "yellow"}
@@ -191,50 +195,72 @@ class _Rule:
         result.others = [str(one) for one in found.others]
         result.others += [str(one.path) for one in found.checkpoints if one not in own]
         directory = Directory(folder)
-        run, last = self._newest(directory, [run_items.completed(one) for one in own])
-        newest = run.chosen
-        assert newest is not None
-        _check_parts(newest, self.drop)
+        last = self._last(directory, [run_items.completed(one) for one in own])
+        _check_parts(last, self.drop)
         pointed = {target for _, target in runs.pointers(directory)}
-        return [(one, self._judged(one, newest, last, pointed)) for one in run.checkpoints]
+        return [(one, self._judged(one, last, pointed)) for one in last.run.checkpoints]
 
-    def _newest(
-        self, directory: Directory, checkpoints: Sequence[RunCheckpoint]
-    ) -> tuple[RunDirectory, set[tuple[int, ...]]]:
-        """Return the run and the places of its last checkpoints. Those that others are removed for are opened: a full
-        disk leaves files that are too short, and one that cannot be read is not complete. Raises ReadError without
-        any."""
+    def _last(self, directory: Directory, checkpoints: Sequence[RunCheckpoint]) -> _Last:
+        """Return the run and its last checkpoints. Those that others are removed for are opened: a full disk leaves
+        files that are too short, and one that cannot be read is not complete. One that holds less than another which
+        would be removed, as it was saved when the run was killed, is kept beside it. Raises ReadError without any."""
         judged = {one.path: one for one in checkpoints}
-        opened_: set[Location] = set()
+        kinds = {one.path: one.file_kinds(directory) for one in checkpoints}
+        contents: dict[Location, Counter[str]] = {}
+        less: dict[Location, str] = {}
+
+        def look_into(one: RunCheckpoint) -> bool:
+            contents[one.path], why_not = _contents(one.path)
+            judged[one.path] = replace(one, why_not=why_not)
+            return why_not is None
+
+        def lacking(one: RunCheckpoint, other: RunCheckpoint) -> list[str]:
+            # What has the name of a file that a save did not end is not what resuming looks for.
+            (_, begun), (whole, _) = kinds[one.path], kinds[other.path]
+            names = [*((whole - kinds[one.path][0]) & begun)]
+            return names or sorted(contents[other.path] - contents[one.path])
+
         while True:
             run = runs.with_newest(directory, [*judged.values()])
             assert run.chosen is not None
-            orders = [one.order for one in run.checkpoints if one.complete and one.order]
-            last = {*[*dict.fromkeys(reversed(orders))][: self.keep_last], run.chosen.order}
-            kept = [one for one in run.checkpoints if one.complete and (one == run.chosen or one.order in last)]
-            left = [one for one in kept if one.path not in opened_]
-            if not left:
-                return run, last
-            for one in left:
-                opened_.add(one.path)
-                judged[one.path] = replace(one, why_not=_damage(one.path))
+            complete = [one for one in run.checkpoints if one.complete]
+            orders = [one.order for one in complete if one.order and one.path not in less]
+            last = _Last(run, {*[*dict.fromkeys(reversed(orders))][: self.keep_last]}, less)
+            kept = [one for one in complete if one.path in less or one == run.chosen or one.order in last.orders]
+            if [look_into(one) for one in kept if one.path not in contents]:
+                continue
+            for other in (one for one in reversed(complete) if one.order and one not in kept):
+                whole, nbytes = kinds[other.path][0], other.nbytes
+                if all(nbytes <= _LARGER * one.nbytes and whole <= kinds[one.path][0] for one in kept):
+                    continue
+                if other.path not in contents and not look_into(other):
+                    break
+                found = {one.path: lacking(one, other) for one in kept if one.path not in less}
+                texts = {
+                    path: f"has no {some(names)}, which `{other.name}` has" for path, names in found.items() if names
+                }
+                less.update(texts)
+                if texts:
+                    break
+            else:
+                return last
 
-    def _judged(
-        self, one: RunCheckpoint, newest: RunCheckpoint, last: Collection[tuple[int, ...]], pointed: Collection[str]
-    ) -> PrunedCheckpoint:
+    def _judged(self, one: RunCheckpoint, last: _Last, pointed: Collection[str]) -> PrunedCheckpoint:
         is_multiple = self.keep_every is not None and one.step is not None and one.step % self.keep_every == 0
         action: Action = "keep"
         if one.path.is_link():
             action, why = "leave", "a link"
         elif one.why_not is not None:
             action, why = "leave", f"not complete: {one.why_not}"
-        elif one == newest:
+        elif one.path in last.less:
+            why = last.less[one.path]
+        elif one == last.run.chosen:
             why = "the newest complete one"
         elif one.files:
             action, why = "leave", "several files, which are not removed in one step"
         elif not one.order:
             action, why = "leave", "of no step"
-        elif one.order in last:
+        elif one.order in last.orders:
             why = f"of the last {self.keep_last}"
         elif one.name in pointed:
             why = "a file or link names it"
@@ -245,6 +271,16 @@ class _Rule:
         else:
             return PrunedCheckpoint(one.name, one.step, one.nbytes, "remove", "", one.nbytes)
         return PrunedCheckpoint(one.name, one.step, one.nbytes, action, why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """A run with its newest complete checkpoint, the places of the last ones that stay as they are, and those that hold
+    less than others, each with what it has not."""
+
+    run: RunDirectory
+    orders: Collection[tuple[int, ...]]
+    less: Mapping[Location, str]
 
 
 def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Location]:
@@ -264,9 +300,9 @@ def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Locatio
     return found, own, folder
 
 
-def _damage(path: Location) -> str | None:
-    """Return why a checkpoint cannot be read, as far as its indexes, the sizes of its files, and a header in each tell;
-    None if it can, or nobody knows."""
+def _contents(path: Location) -> tuple[Counter[str], str | None]:
+    """Return how many parts of each kind a checkpoint has, and why it cannot be read, as far as its indexes, the sizes
+    of its files, and a header in each tell; None if it can, or nobody knows."""
     try:
         with opened(path) as source:
             catalogue = source.catalogue
@@ -279,17 +315,20 @@ def _damage(path: Location) -> str | None:
                         last[file] = offset, tensor, i
             for _, tensor, i in last.values():
                 source.resolve(tensor, tensor.chunks.at(i))
+            present = {entry.part for entry in catalogue.entries.values() if entry.part.kind != OTHER.kind}
+            return Counter(part.kind for part in present), None
     except UnsupportedError:
-        return None
+        return Counter(), None
     except CkptError as error:
-        return error.message
-    return None
+        return Counter(), error.message
 
 
-def _check_parts(newest: RunCheckpoint, drop: Sequence[str]) -> None:
-    """Raise UsageError for a part that the newest checkpoint does not have: it is misspelled."""
+def _check_parts(last: _Last, drop: Sequence[str]) -> None:
+    """Raise UsageError for a part that the newest checkpoint with all of its parts does not have: it is misspelled."""
     if drop:
-        with opened(newest.path) as source:
+        complete = [one for one in last.run.checkpoints if one.complete]
+        full = [one for one in complete if one.path not in last.less] or complete
+        with opened(full[-1].path) as source:
             parts.matcher(drop, source.catalogue)
 
 
@@ -305,6 +344,14 @@ def _without(one: RunCheckpoint, drop: Sequence[str]) -> PrunedCheckpoint:
     if not present:
         return PrunedCheckpoint(one.name, one.step, one.nbytes, "keep", f"has no {', '.join(drop)}")
     return PrunedCheckpoint(one.name, one.step, one.nbytes, "drop", f"without {', '.join(present)}", freed)
+
+
+def _keys(catalogue: Catalogue, entries: Iterable[Tensor | Object]) -> set[tuple[str | None, str]]:
+    """Return the keys of entries in their files, each with the name of the component: what is below its root, which
+    the names of the others decide."""
+    names = {one.root: one.name for one in catalogue.facts.get("components", ()) if one.format != "asset"}
+    roots = [(entry, deepest(entry.path, names)) for entry in entries]
+    return {(None if root is None else names[root], dotted(entry.path[len(root or ()) :])) for entry, root in roots}
 
 
 def _present(catalogue: Catalogue, drop: Sequence[str]) -> list[str]:
@@ -335,19 +382,17 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
         with opened(path) as source:
             present = _present(source.catalogue, drop)
             is_dropped = parts.matcher(present, source.catalogue)
-            kept = [entry for entry in source.catalogue.entries.values() if not is_dropped(entry.part)]
-            components = {c.root for c in source.catalogue.facts.get("components", ()) if c.format != "asset"}
+            kept = _keys(source.catalogue, [e for e in source.catalogue.entries.values() if not is_dropped(e.part)])
             files_of_state = {file.name for file in source.catalogue.own_files}
             names = files_of(path, source.catalogue)[1] if path.is_dir() else []
         # One that carries a manifest gets a new one.
         manifest = None if (path / NAME).exists() else False
         convert(path, written, producer="same", drop=present, check=True, manifest=manifest)
         with opened(written) as source:
-            entries = {entry.name for entry in source.catalogue.entries.values()}
-        different, roots = {entry.name for entry in kept} ^ entries, {deepest(entry.path, components) for entry in kept}
-        if different and len(roots) == 1 and (root := roots.pop()) is not None:
-            # A file that stays alone has its own keys, not those below its name.
-            different = {dotted(entry.path[len(root) :]) for entry in kept} ^ entries
+            entries = _keys(source.catalogue, source.catalogue.entries.values())
+        if {file for file, _ in entries} == {None} and len({file for file, _ in kept}) == 1:
+            kept = {(None, key) for _, key in kept}  # a file that stays alone is no component of a directory
+        different = {key for _, key in kept ^ entries}
         lost = {*names} - {*written.below()} - files_of_state if names else {}
         if different or lost:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)

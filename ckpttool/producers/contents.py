@@ -25,6 +25,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import CkptError, ReadError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.formats.detect import detect, paths_in
+from ckpttool.formats.documents import reader as documents
 from ckpttool.formats.rankfiles.rank_file import mentions_shards
 from ckpttool.formats.safetensors.model_files import left_over
 from ckpttool.producers import foreign
@@ -302,6 +303,8 @@ def _add_file(directory: Directory, name: str, layout: Layout, *, beside: bool) 
         head = b""
         try:
             location.check_readable()
+            if not _INDEX.fullmatch(name):
+                documents.check(location)
             head = location.head(_HEAD)
             is_text = other_files.is_text(name, head) or (beside and re.fullmatch(_LOGS, name) is not None)
             if formats.DATA_FILE.fullmatch(name) or not (is_text or other_files.is_of_no_state(head)):

@@ -82,6 +82,13 @@ class RunCheckpoint:
     def complete(self) -> bool:
         return self.why_not is None
 
+    def file_kinds(self, run: Directory) -> tuple[Counter[str], Counter[str]]:
+        """Return the names of its files without numbers, and those of files that a save did not end, as they would be
+        called; none for one file. `run` is the listing that it is in."""
+        names = self.files or (run.folder(self.name).names if self.path.is_dir() else ())
+        whole, begun = (name for name in names if not _ended(name)), (one for name in names for one in _ended(name))
+        return Counter(map(_masked, whole)), Counter(map(_masked, begun))
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
@@ -389,6 +396,7 @@ def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterato
     for one in own:
         names = directory.folder(one.name).names
         held = {n for n in names if n.endswith("/") or (_DATA.fullmatch(n) and not re.fullmatch(DCP_FILE, n))}
+        held = {n for n in held if not ended(n.rstrip("/"))}  # what a save has left is asked of no other
         kinds[one] = Counter({*map(_masked, held)})
     for one in folders:
         alike = (other for other in own if (_masked(other.name), other.format) == (_masked(one.name), one.format))

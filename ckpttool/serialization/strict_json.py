@@ -59,7 +59,7 @@ def parse_written(text: bytes, what: str) -> Any:
 
 
 def _why(error: json.JSONDecodeError) -> str:
-    return error.msg[:1].lower() + error.msg[1:]
+    return (error.msg[:1].lower() + error.msg[1:]).removesuffix(" at")  # as of "Unterminated string starting at"
 
 
 def _parsed(text: bytes, what: str, **hooks: Any) -> Any:

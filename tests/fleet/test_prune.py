@@ -241,3 +241,79 @@ def test_the_one_file_that_stays_may_have_other_names(tmp_path: Path) -> None:
     ckpttool.prune(tmp_path / "run", keep_last=1, drop=["optimizer"], yes=True)
     assert [file.name for file in (tmp_path / "run" / "step_1").iterdir()] == ["model.pt"]
     assert torch.load(tmp_path / "run" / "step_1" / "model.pt")["weight"].equal(model.weight)
+
+
+def _steps_with_files(folder: Path, steps: range) -> None:
+    """Write `step_N/{model.pt, optimizer.pt, scheduler.pt, state.json}`, as a script does."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    for step in steps:
+        place = folder / f"step_{step}"
+        place.mkdir(parents=True)
+        torch.save(model.state_dict(), place / "model.pt")
+        torch.save(optimizer.state_dict(), place / "optimizer.pt")
+        torch.save(scheduler.state_dict(), place / "scheduler.pt")
+        (place / "state.json").write_text(json.dumps({"step": step, "best": 0.5}))
+
+
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        *((name, "gone") for name in ("model.pt", "optimizer.pt", "scheduler.pt", "state.json")),
+        *((name, "called as not ended") for name in ("optimizer.pt", "state.json")),
+        *(("state.json", how) for how in ("cut", "zeros", "empty")),
+    ],
+)
+def test_a_step_of_which_the_last_file_is_missing_is_not_kept_for_another(name: str, how: str, tmp_path: Path) -> None:
+    """The run was killed between two files of its last save: the step before is what it resumes from."""
+    _steps_with_files(tmp_path / "run", range(1, 4))
+    file = tmp_path / "run/step_3" / name
+    data = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    elif how == "called as not ended":
+        file.rename(f"{file}.tmp")
+    else:
+        file.write_bytes({"cut": data[:-3], "zeros": data[:5] + bytes(len(data) - 5), "empty": b""}[how])
+    with untouched(str(tmp_path / "run/step_2"), str(tmp_path / "run/step_3")):
+        result = ckpttool.prune(tmp_path / "run", keep_last=1, yes=True)
+    assert names(str(tmp_path / "run")) == {"step_2", "step_3"}
+    assert actions(result)[2] == "keep"
+    assert name.partition(".")[0] in result.checkpoints[-1].why or "has no " in result.checkpoints[-1].why
+
+
+def test_a_step_without_its_optimizer_does_not_count_among_the_last(tmp_path: Path) -> None:
+    """Of a framework, which may leave out the optimizer on purpose: both stay."""
+    for step in (10, 20, 30):
+        shutil.copytree(CHECKPOINTS / "run/trainer/ckpt/checkpoint-4", tmp_path / f"checkpoint-{step}")
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (tmp_path / "checkpoint-30/optimizer.pt").unlink()
+    result = ckpttool.prune(tmp_path, keep_last=1, yes=True)
+    assert names(str(tmp_path)) == {"checkpoint-20", "checkpoint-30"}
+    assert result.checkpoints[-1].why == "has no `optimizer`, which `checkpoint-20` has"
+    assert result.checkpoints[-2].why == "of the last 1"
+
+
+def test_a_damaged_step_that_holds_more_than_the_last_stays(tmp_path: Path) -> None:
+    """The weights are in the damaged one only."""
+    for step in (10, 20):
+        shutil.copytree(CHECKPOINTS / "run/trainer/ckpt/checkpoint-4", tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-10/trainer_state.json").write_bytes(b'{"global' + bytes(30))
+    (tmp_path / "checkpoint-20/model.safetensors").unlink()
+    with untouched(str(tmp_path)):
+        assert actions(ckpttool.prune(tmp_path, keep_last=1, yes=True)) == {10: "leave", 20: "keep"}
+
+
+def test_a_script_s_step_loses_its_optimizer_file(tmp_path: Path) -> None:
+    _steps_with_files(tmp_path / "run", range(1, 4))
+    before = {name: torch.load(tmp_path / f"run/step_1/{name}.pt") for name in ("model", "scheduler")}
+    result = ckpttool.prune(tmp_path / "run", keep_last=1, drop=["optimizer", "scheduler"], yes=True)
+    assert actions(result) == {1: "drop", 2: "drop", 3: "keep"} and result.exit_code == 0
+    for step in (1, 2):
+        assert names(str(tmp_path / f"run/step_{step}")) == {"model.pt", "state.json"}
+    after = torch.load(tmp_path / "run/step_1/model.pt")
+    assert after.keys() == before["model"].keys() and all(torch.equal(after[k], v) for k, v in before["model"].items())
+    assert json.loads((tmp_path / "run/step_2/state.json").read_text())["step"] == 2

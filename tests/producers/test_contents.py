@@ -24,6 +24,7 @@ import ckpttool
 from ckpttool.analysis.describe.summary import summarise
 from ckpttool.catalogue.models import models
 from ckpttool.errors import CkptError, CorruptError, LossError, ReadError, UsageError
+from ckpttool.formats.documents import reader
 from ckpttool.serialization import strict_json
 
 
@@ -460,7 +461,7 @@ def test_a_memory_map_that_nothing_describes_is_an_error(said: str, tmp_path: Pa
     folder = saved(tmp_path / "step_100")
     (folder / "obs.memmap").write_bytes(b"A" * 8)
     (folder / "meta.json").write_text(said)
-    with pytest.raises(CkptError, match=r"memory map, of which no|an array of the shape"):
+    with pytest.raises(CkptError, match=r"memory map, of which no|an array of the shape|meta.json` is not JSON"):
         ckpttool.convert(folder, tmp_path / "out", to="dcp")
 
 
@@ -796,3 +797,47 @@ def test_the_last_of_a_run_may_be_less_than_the_first(name: str, last: str, tmp_
     with ckpttool.open(tmp_path) as ckpt:
         assert {*ckpt} == {"model.weight", "model.bias"}
         assert torch.equal(ckpt["model.weight"].torch(), other.weight)
+
+
+def test_a_document_of_any_size_is_state(tmp_path: Path) -> None:
+    """A history of 4 MB was an asset that conversions left out."""
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    losses = [n / 7 for n in range(200_000)]
+    (tmp_path / "state.json").write_text(json.dumps({"step": 5, "losses": losses}))
+    ckpttool.convert(tmp_path, tmp_path.with_suffix(".all.pt"), to="torch")
+    assert torch.load(tmp_path.with_suffix(".all.pt"))["state"] == {"step": 5, "losses": losses}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"step": 2', "is not JSON"), ('{"step": 2, "best": [1, 2]', "is not JSON"), ('{"a": "b", "c', "is not JSON"),
+        ('{"step\0\0\0', "a zero at byte 6"), ("", "is empty"), ('{"step": 1, "step": 2}', "names `step` twice"),
+    ],
+)  # fmt: skip
+def test_a_document_that_is_damaged_is_an_error(text: str, words: str, tmp_path: Path) -> None:
+    """It was an asset, and its values were left out."""
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CorruptError, match=words):
+        ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp")
+    ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp", only="model")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}'])
+def test_a_text_that_is_no_document_of_values_is_an_asset(text: str, tmp_path: Path) -> None:
+    """Lines of JSON, and what a person wrote, with comments."""
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    (tmp_path / "words.json").write_text(text)
+    assert ckpttool.inspect(tmp_path).facts["assets"] == ["words.json"]
+
+
+def test_a_document_that_is_too_large_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MAX_NAMED", 1000)
+    monkeypatch.setattr(reader, "MAX_SIZE", 100)
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    for name, text in (("state.json", json.dumps({"steps": [*range(1000)]})), ("state.yaml", "a: 1\n" * 30)):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(CorruptError, match=f"{name}` has .* bytes, more than"):
+            ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp")
+        (tmp_path / name).unlink()

@@ -16,8 +16,8 @@ from ckpttool.errors import CkptError, CorruptError
 from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import Location
 
-MAX_SIZE = 1 << 20  # bytes of what may be a document
-_MAX_NAMED = 64 << 20  # and of what a framework's layout says is one: the history of a long run
+MAX_SIZE = 1 << 20  # bytes of a text that may be a document
+_MAX_NAMED = 64 << 20  # of one that begins as JSON, or is called a document: the history of a long run
 # Words of documents that describe a model, its tokenizer or other files, and are not state.
 _DESCRIBING = {
     *("architectures", "model_type", "transformers_version", "_class_name", "_diffusers_version", "weight_map"),
@@ -51,9 +51,38 @@ def is_yaml(location: Location) -> bool:
 
 def _value(location: Location, first: bytes, parse: _Parse) -> Any:
     with suppress(CkptError):
-        if location.is_file() and 0 < location.size() <= MAX_SIZE and re.match(rb"\s*" + first, location.head(4096)):
+        size, head = location.size() if location.is_file() else 0, location.head(4096)
+        most = _MAX_NAMED if parse is _json and _begins_json(head) else MAX_SIZE
+        if 0 < size <= most and re.match(rb"\s*" + first, head):
             return parse(location.read(), f"`{location}`")
     return None
+
+
+def _begins_json(head: bytes) -> bool:
+    return re.match(rb"\s*[{\[]", head) is not None
+
+
+def check(location: Location) -> None:
+    """Raise CorruptError for a document that is damaged, or larger than what is read, of a text that is none of values;
+    other texts are no documents: lines of JSON, JSON with comments, words."""
+    size, is_json_ = location.size(), location.suffix == ".json" and _begins_json(location.head(4096))
+    if size == 0 and location.suffix == ".json":
+        raise CorruptError(f"`{location}` is empty", hint="the copy or the save did not end", found=0)
+    if size > MAX_SIZE and (location.suffix in (".yaml", ".yml") or (is_json_ and size > _MAX_NAMED)):
+        raise _too_large(location, size, _MAX_NAMED if is_json_ else MAX_SIZE)
+    if is_json_:
+        text = location.read()
+        try:
+            _json(text, f"`{location}`")
+        except CorruptError as error:
+            # What a person wrote is no JSON somewhere in the middle.
+            is_cut = text.rstrip()[-1:] not in (b"}", b"]") or error.facts.get("found") == len(text)
+            if is_cut or not {"found", "expected"} <= error.facts.keys():
+                raise
+
+
+def _too_large(location: Location, size: int, most: int) -> CorruptError:
+    return CorruptError(f"`{location}` has {size} bytes, more than {most} of a document", expected=most)
 
 
 def _holds_values(value: Any) -> bool:
@@ -76,7 +105,7 @@ def open_yaml(location: Location, options: OpenOptions = NO_HINTS) -> Source:
 def _open(format: str, location: Location, parse: _Parse) -> Source:
     size = location.size()
     if size > _MAX_NAMED:
-        raise CorruptError(f"`{location}` has {size} bytes, more than {_MAX_NAMED} of a document", expected=_MAX_NAMED)
+        raise _too_large(location, size, _MAX_NAMED)
     catalogue = Catalogue(format, [File(location, location.name, size)], facts={"layout": "document"})
     with working(size):
         flatten(parse(location.read(), f"`{location}`"), catalogue, (), lambda value, path, embedded: value)
