@@ -72,7 +72,7 @@ class Conversion(Written):
     tensor_count: int = 0  #: number of tensors, tied ones counted once
     object_count: int = 0  #: number of objects
     payload_bytes: int = 0  #: bytes of values, tied ones counted once
-    file_bytes: int = 0  #: bytes that DST takes on this machine; for a store, of the files there at a time
+    file_bytes: int = 0  #: bytes that DST needs here, also to pack it; for a store, of the files there at a time
     free_bytes: int = 0  #: bytes that were free on the disk
     memory_bytes: int | None = None  #: with `--dry-run`, the expected peak of the process
     renamed: list[tuple[str, str]] = field(default_factory=list)  #: pairs: old name, new name
@@ -460,6 +460,7 @@ class Write:
         sizes = sorted(file.nbytes for file in self.result.files)
         on_disk = [] if self._can_stream(sink) or self._can_copy(sink) else sizes[-_ON_DISK:]
         self.result.file_bytes = sum(on_disk if self._can_be_sent(sink) else sizes)
+        self.result.file_bytes += sink.catalogue.facts.get("more_bytes", 0)
         check_place(self.options.manifest, self.dst, (file.path for file in self.result.files))
 
 

@@ -180,7 +180,8 @@ def remains(directory: Directory, names: Iterable[str], above: str = "") -> Iter
 
 def without_remains(names: Iterable[str], left: Collection[str]) -> list[str]:
     """Return the names of files that are neither among the remains `left` of a save, nor in folders that are."""
-    return [name for name in names if not any(f"{name}/".startswith(f"{one}/") for one in left)] if left else [*names]
+    begins = tuple(f"{one.rstrip('/')}/" for one in left)
+    return [name for name in names if not f"{name}/".startswith(begins)]
 
 
 def is_remnant(directory: Directory, name: str) -> bool:

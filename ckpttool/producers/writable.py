@@ -10,6 +10,7 @@ its files, which is packed in the end.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -34,12 +35,13 @@ from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader
 from ckpttool.producers.arrange import LayoutBuilder
 from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest
+from ckpttool.producers.contents import without_remains
 from ckpttool.producers.open import open_archive, open_source
 from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage import files
-from ckpttool.storage.archives import ArchiveStore, pack
+from ckpttool.storage.archives import ArchiveStore, members, pack
 from ckpttool.storage.stores import Location, local_path
 from ckpttool.text import meant, some
 
@@ -47,6 +49,7 @@ LAYOUTS = tuple(sorted((layout for row in PRODUCERS for layout in row.writes), k
 SAME = "same"
 _OF_SAME = WritableLayout(SAME, "", lambda builder: builder.finish(""), chunked=True, splits=True)
 """What is known of it before the other checkpoint is open."""
+_NOT_READ = ("left-out", "stale-file", "stale-index")  # kinds of warnings of files that another save has left
 
 
 def named(name: str) -> WritableLayout:
@@ -223,6 +226,8 @@ def _like_archive(archive: Location, name: str) -> Format:
         raise UsageError(f"`--producer {name}`: it does not write `{archive}`, an archive of a run", hint=hint)
     like.format = like.facts["layout"]
     layout = _layout_of(like, SAME)
+    names = {posixpath.normpath(member.name) for member in members(archive)}
+    left = [name for warning in like.warnings if warning.kind in _NOT_READ for name in warning.names]
 
     def inner(catalogue: Catalogue) -> tuple[Format, Catalogue]:
         if isinstance(layout, Format):
@@ -238,12 +243,16 @@ def _like_archive(archive: Location, name: str) -> Format:
         row, planned = inner(catalogue)
         assert row.create is not None
         sink = row.create(location, planned, replace(options, one_file=False))
-        return CreatedSink(sink.catalogue, partial(finish, location, sink)) if options.one_file else sink
+        if not options.one_file:
+            return sink
+        more = sum(file.size for file in sink.catalogue.files) + 2 * sink.catalogue.facts.get("more_bytes", 0)
+        sink.catalogue.facts["more_bytes"] = more  # while it is packed
+        return CreatedSink(sink.catalogue, partial(finish, location, sink))
 
     def finish(location: Location, sink: Sink, crcs: Crcs) -> None:
         sink.finish(crcs)
         packed = location.parent / f".{location.name}.packed"
-        pack(archive, location, packed)
+        pack(archive, location, packed, names.difference(without_remains(names, left)))
         location.remove()
         files.rename(packed, location)
 

@@ -119,6 +119,8 @@ class OutputLayout:
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
         copies = [(name if isinstance(name, Location) else root / name, root / to) for name, to in self.copies]
+        more = sum(sink.catalogue.facts.get("more_bytes", 0) for sink, _ in sinks)
+        result.facts["more_bytes"] = more + sum(path.size() for path, _ in copies if path.exists())
         result.facts["copied"] = [to for _, to in self.copies]
         return CreatedSink(result, partial(_finish, sinks, copies, crcs))
 

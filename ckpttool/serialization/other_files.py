@@ -101,7 +101,13 @@ def is_archive_of_files(location: Location) -> bool:
     head = location.head(archives.HEAD)
     if not head.startswith(b"PK\3\4"):
         return archives.is_tar(head)
-    return [_lists(location, *records) for records in (_PACKAGE, _SAVED)] == [False, False]
+    listed = [_lists(location, *records) for records in (_PACKAGE, _SAVED)]
+    if listed != [None, None]:
+        return listed == [False, False]
+    with suppress(CkptError):  # with a comment at its end, which torch never writes
+        names = {member.name.partition("/")[2] for member in archives.members(location)}
+        return bool(names) and names.isdisjoint((*_PACKAGE, *_SAVED, "data.pkl"))
+    return False
 
 
 def recognised(location: Location) -> CkptError | None:

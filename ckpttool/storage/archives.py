@@ -14,7 +14,8 @@ import os
 import posixpath
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from ckpttool.errors import CorruptError, ReadError, in_one_line
@@ -198,13 +199,20 @@ def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def pack(like: Location, folder: Location, to: Location) -> None:
+def pack(like: Location, folder: Location, to: Location, kept: Collection[str] = ()) -> None:
     """Write an archive of the files below `folder`, of the kind of the archive `like`: its members come first, in their
-    order and with their names, dates and permissions. Raises ReadError or StorageError."""
+    order and with their names, dates and permissions, those in `kept` as they are. Raises ReadError or StorageError."""
     import tarfile
     import zipfile
 
-    names = dict.fromkeys(folder.below())
+    names, root = dict.fromkeys(folder.below()), Location(str(like), ArchiveStore(like))
+
+    def place_of(member: str) -> Location | None:
+        name = posixpath.normpath(member)
+        if name in names:
+            del names[name]
+            return folder / name
+        return root / name if name in kept else None
 
     def write(stream: BinaryIO) -> None:
         listing = _Listing(like)
@@ -212,42 +220,39 @@ def pack(like: Location, folder: Location, to: Location) -> None:
             with zipfile.ZipFile(listing) as old, zipfile.ZipFile(stream, "w") as new:
                 new.comment = old.comment
                 for member in (*old.infolist(), *map(zipfile.ZipInfo, names)):
-                    _add_to_zip(new, member, folder, names)
+                    _add_to_zip(new, member, place_of(member.filename))
         else:
             with (
                 tarfile.open(fileobj=listing, mode="r:") as read,  # type: ignore[call-overload] # nothing is written
                 tarfile.open(fileobj=stream, mode="w") as written,
             ):
                 for one in (*read, *map(tarfile.TarInfo, names)):
-                    _add_to_tar(written, one, folder, names)
+                    _add_to_tar(written, one, place_of(one.name))
 
-    to.put(write)
+    with closing(root.store):
+        to.put(write)
 
 
-def _add_to_zip(new: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Location, names: dict[str, None]) -> None:
-    """Add a folder, or a file that is among `names`, from which it is removed."""
+def _add_to_zip(new: zipfile.ZipFile, member: zipfile.ZipInfo, place: Location | None) -> None:
+    """Add a folder, or the file at a place, if it is at one."""
     import zipfile
 
-    name = posixpath.normpath(member.filename)
     info = zipfile.ZipInfo(member.filename, member.date_time)
     info.external_attr, info.create_system, info.comment = member.external_attr, member.create_system, member.comment
     if member.is_dir():
         new.writestr(info, b"")
-    elif name in names:
-        del names[name]
-        info.file_size = (folder / name).size()  # of a large one, its header has a field more
-        with (folder / name).open() as stream, new.open(info, "w") as output:
+    elif place is not None:
+        info.file_size = place.size()  # of a large one, its header has a field more
+        with place.open() as stream, new.open(info, "w") as output:
             shutil.copyfileobj(stream, output, _BLOCK)
 
 
-def _add_to_tar(new: tarfile.TarFile, member: tarfile.TarInfo, folder: Location, names: dict[str, None]) -> None:
-    """Add a folder, or a file that is among `names`, from which it is removed."""
-    name = posixpath.normpath(member.name)
+def _add_to_tar(new: tarfile.TarFile, member: tarfile.TarInfo, place: Location | None) -> None:
+    """Add a folder, or the file at a place, if it is at one."""
     if member.isdir():
         new.addfile(member)
-    elif name in names:
-        del names[name]
-        member.size = (folder / name).size()
+    elif place is not None:
+        member.size = place.size()
         member.pax_headers = {key: value for key, value in member.pax_headers.items() if key != "size"}
-        with (folder / name).open() as stream:
+        with place.open() as stream:
             new.addfile(member, stream)

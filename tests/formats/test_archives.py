@@ -28,7 +28,7 @@ from support.paths import CHECKPOINTS
 import ckpttool
 from ckpttool import formats
 from ckpttool.errors import CkptError, CorruptError, ReadError, StorageError
-from ckpttool.storage import archives
+from ckpttool.storage import archives, free_space
 from ckpttool.storage.stores import Location, local_path
 
 AGENT = ("policy.pth", "policy.optimizer.pth", "pytorch_variables.pth", "data", "system_info.txt")
@@ -181,6 +181,63 @@ def test_an_archive_with_a_remnant_of_a_save_in_a_directory(tmp_path: Path) -> N
     (warning,) = ckpttool.inspect(step).warnings
     assert "policy.pth.tmp" in warning.text
     assert tensors(step) == saved(tmp_path / "files") + Counter([of(torch.arange(5))])
+
+
+def test_a_zip_archive_with_a_comment_empty_folders_and_large_members(tmp_path: Path) -> None:
+    """It was an archive "not of torch.save", to be unpacked; one of torch.save with a comment still is none."""
+    write_agent(tmp_path / "files")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.comment = b"a comment " * 1000
+        archive.writestr("empty/", b"")
+        for file in sorted((tmp_path / "files").iterdir()):
+            with archive.open(f"agent/{file.name}", "w", force_zip64=True) as stream:
+                stream.write(file.read_bytes())
+    assert tensors(tmp_path / "a.zip") == saved(tmp_path / "files")
+    ckpttool.convert(tmp_path / "a.zip", tmp_path / "b.zip", producer="same", check=True)
+    assert members(tmp_path / "b.zip") == members(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "files" / "policy.pth", "a") as archive:
+        archive.comment = b"a comment"
+    with pytest.raises(CorruptError, match="bytes after the end record"):
+        ckpttool.inspect(tmp_path / "files" / "policy.pth")
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.tar"])
+@pytest.mark.parametrize("sample", ["", "dcp/fsdp2_w4/ckpt"])
+def test_what_is_not_read_of_an_archive_is_packed_again(name: str, sample: str, tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    shutil.copytree(CHECKPOINTS / sample, folder) if sample else write_agent(folder)
+    for left in (".metadata.tmp", "policy.pth.tmp/data", "__9_0.distcp")[:: 2 if sample else 1]:
+        (folder / left).parent.mkdir(exist_ok=True)
+        (folder / left).write_bytes(b"PK begun")
+    if not sample:
+        (folder / "__9_0.distcp").unlink()
+    path = pack(folder, tmp_path / name)
+    ckpttool.convert(path, tmp_path / f"new-{name}", producer="same", check=True)
+    new, old = members(tmp_path / f"new-{name}"), members(path)
+    assert new.keys() >= old.keys()
+    assert [new[one] for one in old if old[one] == b"PK begun"] == [b"PK begun"] * 2
+
+
+def test_an_archive_takes_twice_its_size_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself and beside other files: an error before anything is copied, and what a dry run says."""
+    write_agent(tmp_path / "files")
+    (tmp_path / "files" / "data").write_text(json.dumps({"more": "x" * 50_000}))
+    (tmp_path / "files" / "notes.md").write_text("y" * 50_000)
+    (tmp_path / "step").mkdir()
+    path = pack(tmp_path / "files", tmp_path / "step" / "agent.zip")
+    torch.save({"obs": torch.arange(5)}, tmp_path / "step" / "buffer.pt")
+    for source, to in ((path, tmp_path / "new.zip"), (tmp_path / "step", tmp_path / "new")):
+        needed = ckpttool.convert(source, to, producer="same", dry_run=True).file_bytes
+        assert 1.9 * path.stat().st_size < needed < 2.2 * path.stat().st_size
+        for free, fits in ((needed - 1, False), (needed, True)):
+            monkeypatch.setattr(free_space, "free_bytes", lambda _, free=free: free)
+            if fits:
+                ckpttool.convert(source, to, producer="same")
+                continue
+            with monkeypatch.context() as patch, pytest.raises(StorageError, match="kB are free"):
+                patch.setattr(archives, "pack", lambda *_: pytest.fail("it was packed"))
+                ckpttool.convert(source, to, producer="same")
+            assert not to.exists()
 
 
 def test_an_archive_that_does_not_fit_on_the_disk_leaves_nothing(

@@ -222,9 +222,10 @@ def _other_file_warnings(sizes: Mapping[str, int], mentioned: set[str], indexes:
     if stale:
         total = sum(sizes[name] for name in stale)
         text = f"{len(stale)} data files of {total} bytes are not mentioned by the index, left over from another save: "
-        warnings.append(Warning("stale-file", text + some(stale)))
+        warnings.append(Warning("stale-file", text + some(stale), names=stale))
     if stale_indexes:
-        warnings.append(Warning("stale-index", f"stale index files are ignored: {some(stale_indexes)}"))
+        text = f"stale index files are ignored: {some(stale_indexes)}"
+        warnings.append(Warning("stale-index", text, names=stale_indexes))
     if others:
         text = f"files that the index does not mention: {some(others)}"
         warnings.append(Warning("unlisted-file", text, names=tuple(others)))
