@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
+from ckpttool.catalogue.shown import numpy_scalar
+from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CkptError
 
 READ = "counters"
@@ -155,6 +157,7 @@ def _number(catalogue: Catalogue, entry: Entry) -> float | None:
             value = entry.value if entry.nbytes <= _LARGE else None
         except CkptError:
             value = None
+    value = numpy_scalar(value) if isinstance(value, Stub) else value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return int(value) if isinstance(value, float) and value.is_integer() else value

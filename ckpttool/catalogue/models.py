@@ -46,6 +46,7 @@ _WHOLE = {
 } | _PLAIN
 _LARGE = 1 << 20  # bytes of an object that is not read
 _FEW = 12  # keys that may be those of several models
+_DEPTH = 2  # of keys in the names of a model, of which some lie around its parts
 _MANY = 64  # models that each optimizer is compared with
 
 
@@ -154,20 +155,28 @@ def _model(part: Part, tensors: list[Tensor], optimizers: Sequence[Sequence[_Tra
 def _without_averages(candidates: list[Tensor], optimizers: Sequence[Sequence[_Trained]]) -> list[Tensor]:
     """Return the candidates without those below a key that says that they are a copy of what lies below another key:
     `online_model.0.weight ema_model.0.weight`; all if optimizers, some of which may share them, list both."""
-    below = _below_keys({tensor.fqn: tensor.shape for tensor in candidates})
-    if len(below) > _FEW:
-        return candidates
-    averages = {key: _form(names) for key, names in below.items() if is_averaged((key,))}
-    if not averages:
-        return candidates
-    others = [tensor for tensor in candidates if tensor.fqn.partition(".")[0] not in averages]
-    originals = {_form(names) for key, names in below.items() if key not in averages}
-    originals.add(_form({tensor.fqn: tensor.shape for tensor in others}))  # below `module.`, which is no part of a name
-    if not others or not originals.issuperset(averages.values()):
-        return candidates
-    fewest, most = (sum(map(_is_real, some)) for some in (others, candidates))
+    names = {tensor.fqn: tensor.shape for tensor in candidates}
+    averages = tuple(f"{key}." for key in _averaged_below(names, _DEPTH if any(optimizers) else 0))
+    others = [tensor for tensor in candidates if not tensor.fqn.startswith(averages)] if averages else candidates
+    fewest, most = (sum(map(_is_real, some)) for some in (others, candidates)) if averages else (0, 0)
     listed = (sum(max(len(one.listed), len(one.shapes)) for one in together) for together in optimizers)
     return candidates if any(fewest < number <= most for number in listed) else others
+
+
+def _averaged_below(names: Mapping[str, Ints], depth: int) -> Iterator[str]:
+    """Yield the keys that say so, below which lies what lies below another key beside each of them, at most so deep."""
+    below = _below_keys(names)
+    if len(below) > _FEW:
+        return
+    averages = {key: _form(inner) for key, inner in below.items() if is_averaged((key,))}
+    originals = {key: inner for key, inner in below.items() if key not in averages}
+    if averages and originals:
+        forms = {_form(inner) for inner in originals.values()}
+        # Below `module.`, which is no part of a name.
+        forms.add(_form({name: shape for name, shape in names.items() if name.partition(".")[0] not in averages}))
+        yield from averages if forms.issuperset(averages.values()) else ()
+    for key, inner in originals.items() if depth else ():
+        yield from (f"{key}.{one}" for one in _averaged_below(inner, depth - 1))
 
 
 def _below_keys(names: Mapping[str, Ints]) -> dict[str, dict[str, Ints]]:
@@ -224,7 +233,8 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
     names = {name for optimizer in optimizers for name in optimizer.names}
     shapes = Counter(shape for one in optimizers if not one.names for shape in one.shapes.values())
     if not names and (not shapes or any(len(one.shapes) < len(one.listed) for one in optimizers)):
-        return candidates
+        named = [tensor for tensor in candidates if is_module_name(tensor.fqn)]
+        return named if len(named) == sum(len(one.listed) for one in optimizers) else candidates
     known, taken = {*shapes, *(t.shape for t in candidates if t.fqn in names)}, set[Path]()
     left: list[Tensor] = []
     for tensor in sorted(candidates, key=lambda t: not is_module_name(t.fqn)):

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
+from ckpttool.catalogue.shown import numpy_scalar
 from ckpttool.catalogue.signatures import KeyNode, is_extra_state, is_generator, is_module_name, tree
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import UsageError
@@ -214,7 +215,7 @@ def _is_statistics(node: KeyNode, kind: str | None) -> bool:
     """Return whether a module has nothing but the means and variances of what it has seen, which nothing trains."""
     names = [*map(str, node.children)] if kind is None and node.has_tensor else []
     is_module = node.has_metadata or any(map(is_module_name, names))
-    return bool(names) and is_module and all(_SEEN.fullmatch(name[-100:]) for name in names)
+    return len(names) > 1 and is_module and all(_SEEN.fullmatch(name[-100:]) for name in names)
 
 
 def _is_progress(node: KeyNode) -> bool:
@@ -224,7 +225,10 @@ def _is_progress(node: KeyNode) -> bool:
         return False
     # What was not read yet, as in DCP, is not read for this.
     values = [entry.value for entry in entries if isinstance(entry, Object) and entry.is_read]
-    return all(value is None or isinstance(value, (bool, int, float, str)) for value in values)
+    return all(
+        value is None or isinstance(value, (bool, int, float, str)) or numpy_scalar(value) is not None
+        for value in values
+    )
 
 
 def _is_around(kind: str, child: KeyNode) -> bool:

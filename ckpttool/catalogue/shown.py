@@ -151,14 +151,26 @@ def _numpy(value: Stub) -> str | None:
         match value.state[0]:
             case (_, tuple() as shape, dtype, _, _):
                 return f"<numpy array {_numpy_dtype(dtype)} {shown(list(shape))}>"
-    if name == "scalar" and len(value.args) == 2:
-        dtype, data = value.args
-        code = _NUMPY_CODES.get(_numpy_dtype(dtype))
-        if code and isinstance(data, bytes) and len(data) == struct.calcsize(f"<{code}"):
-            return repr(struct.unpack(f"<{code}", data)[0])
+    if (number := numpy_scalar(value)) is not None:
+        return repr(number)
     if name == "dtype" or (name.endswith("DType") and ".dtypes" in module):
         return f"<numpy dtype {_numpy_dtype(value)}>"
     return None
+
+
+def numpy_scalar(value: object) -> float | bool | None:
+    """Return the number that NumPy pickled as a scalar, `numpy.int64(100)`; None for anything else."""
+    if not isinstance(value, Stub) or len(value.args) != 2:
+        return None
+    module, _, name = (stub_name(value) or "").rpartition(".")
+    if not module.startswith("numpy") or name != "scalar":
+        return None
+    dtype, data = value.args
+    code = _NUMPY_CODES.get(_numpy_dtype(dtype))
+    if code is None or not isinstance(data, bytes) or len(data) != struct.calcsize(f"<{code}"):
+        return None
+    number: float | bool = struct.unpack(f"<{code}", data)[0]
+    return number
 
 
 def _numpy_dtype(value: Any) -> str:

@@ -29,9 +29,9 @@ from ckpttool.storage.stores import local_path
 from ckpttool.text import is_or_are, meant, plural, size, some
 
 
-def whole(catalogue: Catalogue) -> Catalogue:
-    """Plan every tensor as one chunk on rank 0, for formats without sharding."""
-    return _placed(catalogue, _whole_on)
+def whole(catalogue: Catalogue, ranks: int = 1) -> Catalogue:
+    """Plan every tensor as one chunk on rank 0, for formats without sharding, or on each of several ranks."""
+    return _placed(catalogue, lambda tensor: _whole_on(tensor, range(ranks)))
 
 
 def as_stored(catalogue: Catalogue, files: Sequence[int | None]) -> Catalogue:

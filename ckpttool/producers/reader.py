@@ -228,8 +228,17 @@ class _Opening:
         if component.glob or _is_rank_local(component):
             return bool(component.glob)
         if component.by_name and not any(mentions_shards(self.directory.at(name)) for name in component.files):
-            return False
+            return self._are_copies(component)
         return any(row.recognise(self._pattern(component)) for row in formats.FORMATS)
+
+    def _are_copies(self, component: Component) -> bool:
+        """Return whether all ranks have the same tensors, but for what is of a kind of which each has its own."""
+        with suppress(CkptError), closing(rankfiles.FORMAT.open(self._pattern(component), self.options)) as source:
+            parts.assign(source.catalogue)
+            entries = source.catalogue.entries.items()
+            own = {entry.part.kind for path, entry in entries if parts.find_rank(path) is not None}
+            return not source.catalogue.faults and own.issubset(parts.PER_RANK) and any(source.catalogue.tensors)
+        return False
 
     def open(
         self, component: Component, opened: Catalogue | None = None, only: Collection[str] | None = None

@@ -10,11 +10,11 @@ its files, which is packed in the end.
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from posixpath import commonprefix, normpath
 
 from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
@@ -137,6 +137,8 @@ def _layout_of(like: Catalogue, name: str) -> WritableLayout | Format:
     if not read and like.format == "safetensors" and like.location is not None and like.location.is_dir():
         read = _of_safetensors(like, like.location)
         mounted = [*read, *mounted]
+    if not read and like.format == rankfiles.FORMAT.name:
+        mounted = read = _of_copies(like)
     for one in read or [Mounted(Component(""), "", like.format)]:
         _check_written(one, like, name)
     if not read:
@@ -199,6 +201,21 @@ def _of_safetensors(like: Catalogue, folder: Location) -> list[Mounted]:
     return [Mounted(Component(name, files=files), name, like.format) for name in files] if len(files) == 1 else []
 
 
+def _of_copies(like: Catalogue) -> list[Mounted]:
+    """Return the component that is all of a set of files of ranks with the same whole tensors; none for others."""
+    names, ranks = [file.name for file in like.files], [file.rank for file in like.files]
+    before, after = commonprefix(names), commonprefix([name[::-1] for name in names])[::-1]
+    numbers = [name[len(before) : len(name) - len(after)] for name in names]
+    if len(names) < 2 or [*map(str.isdecimal, numbers)] != [True] * len(names) or [*map(int, numbers)] != ranks:
+        return []
+    one = Component(f"{before}*{after}", files=tuple(names), kind="rank files")
+    return [Mounted(one, one.name, like.format, files=one.files)] if _are_whole(like, ()) else []
+
+
+def _are_whole(like: Catalogue, root: Path) -> bool:
+    return all(tensor.chunks.sizes[0] == tensor.shape for tensor in _below(like, root) if tensor.chunks)
+
+
 def _like_file(row: Format, like: Catalogue, name: str) -> Format:
     """Return the format of copies of a file, with other elements."""
     location = next(file.location for file in like.files if file.name == name)
@@ -209,6 +226,8 @@ def _as_there(row: Format, like: Catalogue, one: Mounted) -> Format:
     """Return the format of a component, or that of files which are written like the one that is there."""
     if one.is_copied:
         return _like_file(row, like, one.name)
+    if row is rankfiles.FORMAT and _are_whole(like, one.root):
+        return replace(row, chunked=False)  # the same plain tensors in each
     if row is not archives.FORMAT:
         return row
     stores = (file.location.store for file in like.files)
@@ -226,7 +245,7 @@ def _like_archive(archive: Location, name: str) -> Format:
         raise UsageError(f"`--producer {name}`: it does not write `{archive}`, an archive of a run", hint=hint)
     like.format = like.facts["layout"]
     layout = _layout_of(like, SAME)
-    names = {posixpath.normpath(member.name) for member in members(archive)}
+    names = {normpath(member.name) for member in members(archive)}
     left = [name for warning in like.warnings if warning.kind in _NOT_READ for name in warning.names]
 
     def inner(catalogue: Catalogue) -> tuple[Format, Catalogue]:

@@ -156,7 +156,7 @@ def _contents(component: OutputComponent, catalogue: Catalogue, entries: list[En
     values = (Object((key,), value) for key, value in component.values.items())
     contents.entries = {**{value.path: value for value in values}, **contents.entries}
     if not component.format.chunked:
-        contents = rechunk.whole(contents)
+        contents = rechunk.whole(contents, (component.world or 1) if "{rank}" in component.name else 1)
     elif component.format.even and component.world is not None:
         contents = rechunk.over_world(contents, component.world, everywhere=True)
     if component.format.name == "safetensors" and component.name:

@@ -40,16 +40,20 @@ def _models(every: Models, tied: Collection[Path]) -> Iterator[str]:
 
 
 def _optimizers(every: Models, optimizers: Sequence[OptimizerSummary]) -> Iterator[str]:
-    names = [
-        (optimizer.name or "optimizer", every.optimizer_of.get(Part("optimizer", optimizer.root), []))
-        for optimizer in optimizers
-    ]
+    names = [(one.name or "optimizer", _owners(every, one)) for one in optimizers]
     alone = {of[0] for _, of in names if len(of) == 1}
     if len({name for name, _ in names}) == 1 < len(names) == len(alone) == len(every.originals):
         yield f"{names[0][0]} of each"
         return
     for name, of in names:
         yield _of(name, of, every.originals)
+
+
+def _owners(every: Models, optimizer: OptimizerSummary) -> Sequence[Part]:
+    """Return the models of an optimizer, whose part may have keys around it."""
+    parts = (part for part in every.optimizer_of if optimizer.root[: len(part.root)] == part.root)
+    part = max(parts, key=lambda one: len(one.root), default=None)
+    return every.optimizer_of[part] if part is not None else []
 
 
 def _of(name: str, owners: Sequence[Part], trained: Sequence[Model]) -> str:

@@ -1,0 +1,175 @@
+"""What scripts of many kinds write, each in a few lines: what a person expects to see, and no tensor is lost.
+
+The files are written by torch, pickle and numpy, and read again by them; see `support.layouts` for whole projects.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.layouts import reading
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import ckpttool
+from ckpttool.analysis.describe.summary import summarise
+
+
+@dataclass
+class Expected:
+    """What a person expects of a script's files: the number of parameters, the step, and words at the top."""
+
+    parameters: int
+    step: int | None = 2  # that of the optimizer, where nothing else says it
+    said: str = ""
+
+
+SCRIPTS: dict[str, Callable[[Path], Expected]] = {}
+
+
+def script(write: Callable[[Path], Expected]) -> Callable[[Path], Expected]:
+    """Add a script to the table."""
+    SCRIPTS[write.__name__] = write
+    return write
+
+
+def net(inputs: int = 16, hidden: int = 24, outputs: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
+
+
+def trained(*models: nn.Module, by: Any = torch.optim.AdamW, listed: Any = None, **options: Any) -> dict[str, Any]:
+    """Train models for two steps, and return the state of the optimizer."""
+    parameters = [one for model in models for one in model.parameters()]
+    optimizer = by(listed or parameters, lr=0.001, **options)
+    for _ in range(2):
+        for one in parameters:
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+def count(*models: nn.Module) -> int:
+    return sum(one.numel() for model in models for one in model.parameters())
+
+
+def save(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+
+
+def dump(value: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(json.dumps(value).encode() if path.suffix == ".json" else pickle.dumps(value))
+
+
+@script
+def ranks_of_ddp(run: Path) -> Expected:
+    model = net()
+    state = trained(model)
+    for rank in range(3):
+        own = {"rng": torch.randint(255, (5056,), dtype=torch.uint8), "python": random.Random(rank).getstate()}
+        save({"model": model.state_dict(), "optimizer": state, "step": 100, **own}, run / f"ckpt_rank{rank}.pt")
+    return Expected(count(model), 100)
+
+
+@script
+def ranks_of_ddp_beside_a_model(run: Path) -> Expected:
+    """The model of each rank was one of its own."""
+    expected, vae = ranks_of_ddp(run), net(16, 8, 2)
+    save(vae.state_dict(), run / "vae.pt")
+    said = "ckpt.model 508, vae 154, AdamW of ckpt.model, RNG of 3 ranks, step 100"
+    return Expected(expected.parameters + count(vae), 100, said)
+
+
+@script
+def numbers_of_numpy(run: Path) -> Expected:
+    """The step was that of the optimizer."""
+    model = net()
+    state = {"net": model.state_dict(), "opt": trained(model), "step": np.int64(100), "loss": np.float32(0.5)}
+    save(state | {"meta": {"epoch": np.int64(3)}}, run / "last.pt")
+    return Expected(count(model), 100)
+
+
+@script
+def a_slow_copy_inside_a_model(run: Path) -> Expected:
+    """A model of DreamerV3: the target of its value was counted, too."""
+    world, actor, value = net(), net(16, 8, 2), net(16, 8, 1)
+    behavior = nn.ModuleDict({"actor": actor, "value": value, "_slow_value": copy.deepcopy(value)})
+    agent = nn.ModuleDict({"_wm": world, "_task_behavior": behavior})
+    optimizers = {name: trained(one) for name, one in (("model", world), ("actor", actor), ("value", value))}
+    save({"agent_state_dict": agent.state_dict(), "optims_state_dict": optimizers}, run / "latest.pt")
+    return Expected(count(world, actor, value))
+
+
+@script
+def one_number_that_is_trained(run: Path) -> Expected:
+    """NeuS: a network of a single number, called `variance`, was taken for statistics."""
+    field, deviation = net(), nn.Module()
+    deviation.variance = nn.Parameter(torch.tensor(0.3))
+    state = {"sdf_network_fine": field.state_dict(), "variance_network_fine": deviation.state_dict()}
+    save(state | {"optimizer": trained(field, deviation), "iter_step": 300_000}, run / "ckpt_300000.pth")
+    said = "variance_network_fine 1, AdamW of sdf_network_fine and variance_network_fine"
+    return Expected(count(field, deviation), 300_000, said)
+
+
+@script
+def a_queue_beside_two_encoders(run: Path) -> Expected:
+    """MoCo: all parameters are listed, half of them have no state, and the queue is none."""
+    moco = nn.ModuleDict({"encoder_q": net(), "encoder_k": net()})
+    moco.register_buffer("queue", torch.randn(4, 64))
+    state = trained(moco["encoder_q"], by=torch.optim.SGD, momentum=0.9, listed=list(moco.parameters()))
+    names = OrderedDict((f"module.{key}", tensor) for key, tensor in moco.state_dict().items())
+    save({"epoch": 3, "arch": "resnet50", "state_dict": names, "optimizer": state}, run / "checkpoint.pth.tar")
+    return Expected(count(moco), None)
+
+
+@script
+def pickles_of_a_learner(run: Path) -> Expected:
+    """RLlib's new stack: the optimizer, below a key of its own, was of no model."""
+    module, learner = net(), run / "learner_group" / "learner"
+    state = {"optimizer": {"default_optimizer": trained(module)}, "weights_seq_no": 3}
+    dump({key: one.numpy() for key, one in module.state_dict().items()}, learner / "rl_module" / "module_state.pkl")
+    dump(state, learner / "state.pkl")
+    dump({"class_and_ctor_args_file": "class_and_ctor_args.pkl"}, run / "metadata.json")
+    return Expected(count(module), said="AdamW of it")
+
+
+def tensors_below(path: Path) -> Counter[str]:
+    """The tensors of files, as the libraries read them that wrote them."""
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    loaded = [reading.load(path)] if (path / ".metadata").exists() else map(reading.load, files)
+    leaves = (leaf for value in loaded for leaf in tree_leaves(value) if isinstance(leaf, (torch.Tensor, np.ndarray)))
+    return Counter(reading.digest(torch.as_tensor(one)) for one in leaves)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_a_script_wrote(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected, run = SCRIPTS[name](tmp_path / "run"), tmp_path / "run"
+    found = summarise(ckpttool.inspect(run))
+    assert found.headline.parameters == expected.parameters
+    assert found.headline.step == expected.step
+    assert expected.said in found.holds
+    written = tensors_below(run)
+    with ckpttool.open(run) as checkpoint:
+        assert {reading.digest(one.torch()) for one in checkpoint.tensors()} == {*written}
+    for to, path in (("torch", tmp_path / "one.pt"), ("dcp", tmp_path / "dcp")):
+        ckpttool.convert(run, path, to=to, check=True)
+        assert {*tensors_below(path)} == {*written}, to
+    ckpttool.convert(run, tmp_path / "same", producer="same", check=True)
+    assert tensors_below(tmp_path / "same") == written
+    names = {one.relative_to(run) for one in run.rglob("*")}
+    if (tmp_path / "same").is_dir():  # not of a run of files, of which one is written
+        assert names == {one.relative_to(tmp_path / "same") for one in (tmp_path / "same").rglob("*")}
