@@ -32,7 +32,7 @@ _PLAIN = (
     "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
 )
 # What may count micro-batches or samples: a name that says the step comes before it.
-_STEP = (*_PLAIN, r"iterations?|iter(_num)?|it|ite|itr", r"total_steps?|step_count")
+_STEP = (*_PLAIN, r"(cur_|current_)?(iterations?|iters?|itrs?)|iter_(num|step)|it|ite", r"total_steps?|step_count")
 # By the kind of the part, the best name first. An optimizer and an average count their own updates, which come last.
 _STEPS = {"progress": _STEP, "other": _STEP, "optimizer": ("global_step|training_step|num_updates|iteration",)}
 _OWN = {"optimizer": "step", "model": "(num_)?updates"}

@@ -179,6 +179,13 @@ class _Division:
             if part.kind == "optimizer"
         ]
         trained = Counter(shape for shapes in states for shape in shapes)
+        # Of one tensor that is no model's: `log_alpha`, whose optimizer would fit any model with such a bias.
+        alone: Counter[Shapes] = Counter(shapes for shapes in states if len(shapes) == 1 and shapes not in known)
+        beside = (((*path, key), node) for path, rest, _ in self._rest if alone for key, node in rest.items())
+        bare = [(path, node, (*_sequences(node),)[:1]) for path, node in beside if isinstance(node.entry, Tensor)]
+        for path, node, form in bare:
+            if form and 0 < alone[form[0]] == sum(form == other for _, _, other in bare):
+                self.parts.append((node, Part("model", path)))
         known |= {shapes for shapes in states if shapes}
         is_new = bool(states) and not trained
         is_alone = not any(part.kind in ("model", "optimizer") for _, part in self.parts)

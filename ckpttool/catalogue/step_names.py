@@ -42,9 +42,12 @@ MEASURED = re.compile(
     r"|(?:metric|score|reward|return|error|map)=-?)\d+(?:\.\d+)?(?:e[-+]\d+)?",
     re.IGNORECASE,
 )
+# The layer in the name of a tensor: `weights/0.weight.npy`.
+_OF_TENSOR = re.compile(r"(?<![\w-])\d+(?=(?:\.\w+)*\.(?:weight|bias|running_\w+|num_batches_tracked)\.)")
 # What has numbers and is not a step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
-    r"\d{5}-of-\d{5}|(?<![a-z\d])\d+\.\d+(?![\da-z])|"
+    rf"\d{{5}}-of-\d{{5}}|{_OF_TENSOR.pattern}|"
+    r"(?<![a-z\d])\d+\.\d+(?![\da-z])|"
     r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+"
     rf"|{MEASURED.pattern}",
     re.IGNORECASE,
@@ -52,6 +55,7 @@ _NO_STEPS = re.compile(
 # What numbers the parts of a checkpoint, or is a step: `optimizer_1.pt`, `optimizer_100.pt` beside `model_100.pt`.
 _PARTS = re.compile(r"(?:layer|block|stage|expert|fold|optim|optimizer)[-_]?\d+", re.IGNORECASE)
 _SEVERAL = re.compile(r"(?<![a-z])(?:agent|actor|critic|policy|player|member|head|worker|qf?)[-_]?\d", re.IGNORECASE)
+_RENAMED = re.compile(r"\.\d+$")
 _NUMBERED = re.compile(r".*(?=\.)")
 # A day, with the time of day if one follows; or the seconds since 1970.
 _TIME = re.compile(
@@ -120,7 +124,7 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
     places: dict[str, Place] = {}
     undecided: list[list[str]] = []
     for group in alike.values():
-        stems = {name: _stem(name.rstrip("/").rpartition("/")[2]) for name in group}
+        stems = {name: _stem(_OF_TENSOR.sub("x", name.rstrip("/").rpartition("/")[2])) for name in group}
         said, spelt = (
             {n: s for n, stem in stems.items() if (s := step_in(stem, of)) is not None} for of in (WORDS, NUMBERS)
         )
@@ -150,7 +154,9 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
 
 def _are_parts(column: Mapping[str, int], group: Sequence[str], names: Sequence[str]) -> bool:
     """Return whether a number counts from 1 what a checkpoint has several of: by its name, or beside a file that has no
-    number: `actor.pt critic_1.pt critic_2.pt`."""
+    number: `actor.pt critic_1.pt critic_2.pt`; or how often a file was renamed: `last.pt last.pt.1`."""
+    if all(_RENAMED.search(name) and _RENAMED.sub("", name) in names for name in group):
+        return True
     if sorted(column.values()) != [*range(1, len(column) + 1)]:
         return False
     suffix = _NUMBERED.sub("", group[0])

@@ -12,18 +12,22 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from posixpath import splitext
 
 from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.models import is_averaged
+from ckpttool.catalogue.protocols import NO_HINTS
 from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in, step_said
 from ckpttool.errors import UsageError
+from ckpttool.formats.detect import detect
 from ckpttool.producers import runs
 from ckpttool.producers.components import Mounted, deepest
 from ckpttool.producers.runs import COPY, LAST, RunCheckpoint, RunDirectory
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location
+from ckpttool.transfer import twins
 
 
 def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
@@ -50,8 +54,10 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
     all_said = all(len(names) > 1 and all(map(_said, names)) for names in alike.values())
     if not groups or not all(_are_apart(names, entries, pointed, all_said=all_said) for names in groups):
         return None
+    if not pointed and any(_are_of_others(directory, names) for names in groups):
+        return None
     checkpoints = _checkpoints(groups)
-    newest = _newest(checkpoints, pointed)
+    newest = checkpoints and (_newest(checkpoints, pointed) or _not_renamed(checkpoints, entries))
     listed: list[RunCheckpoint] = []
     for names in checkpoints:
         others = [one.name for one in holders.values() if one.name not in names]
@@ -100,6 +106,27 @@ def _are_apart(
         return True
     is_whole = all({"model", "optimizer"} <= {entry.part.kind for entry in entries[name]} for name in names)
     return is_whole and (bool(said) or len({_counted(entries[name]) for name in names}) > 1)
+
+
+def _are_of_others(directory: Directory, names: Sequence[str]) -> bool:
+    """Return whether files that are numbered alike, but for what was measured, are of trainings of their own, as the
+    folds of a validation: `fold0_best.pt fold1_best.pt`, whose weights have nothing in common."""
+    bare = [MEASURED.sub("", name) for name in names]
+    if len({*bare}) < len(bare) or len({re.sub(r"\d+", "#", name) for name in bare}) > 1:
+        return False
+    with ExitStack() as closing_all:
+        first, last = (directory.at(name) for name in (names[0], names[-1]))
+        opened = [closing_all.enter_context(closing(detect(one).open(one, NO_HINTS))) for one in (first, last)]
+        return twins.are_unrelated(*opened)
+
+
+def _not_renamed(every: Sequence[list[str]], entries: Mapping[str, Sequence[Entry]]) -> list[str] | None:
+    """Return the one whose name the others begin with, if its counters say that it is newer: `last.pt last.pt.1`."""
+    first, *others = sorted(every)
+    new, *old = (dict(_counted([e for name in names for e in entries[name]])) for names in (first, *others))
+    is_newer = all(new.keys() == of.keys() and new.items() != of.items() for of in old)
+    is_newer = is_newer and all(new[key] >= of[key] for of in old for key in of)
+    return first if is_newer and all(names[0].startswith(first[0]) for names in others) else None
 
 
 def _said(name: str) -> str:

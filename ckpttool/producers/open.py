@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from ckpttool import formats, producers
-from ckpttool.catalogue import parts
+from ckpttool.catalogue import counters, parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
@@ -190,12 +190,23 @@ def _are_parts(run: runs.RunDirectory, newest: Source) -> bool:
                 with closing(_open_first_file(run, run.chosen)) as source:
                     lacking = first - (_tensors_in(source.catalogue) | _tensors_in(newest.catalogue))
             if lacking and (is_range or is_bare):
-                return True
+                return not _are_of_epochs(run)
         is_counted = len(orders) > 1 and max(orders) <= (2 * len(orders),)
         if is_counted and all(step_in(one.name) is None for one in run.checkpoints):
             with closing(_open_first_file(run, run.checkpoints[-2])) as source:
                 return twins.are_unrelated(source, newest)
     return False
+
+
+def _are_of_epochs(run: runs.RunDirectory) -> bool:
+    """Return whether the first two files have the same tensors, an optimizer among them, and the second is later."""
+    found = list[tuple[Counter[tuple[str, Ints]], int]]()
+    for checkpoint in run.checkpoints[:2]:
+        with closing(_open_first_file(run, checkpoint)) as source:
+            parts.assign(catalogue := source.catalogue)
+            epoch = counters.epoch(catalogue) if any(e.part.kind == "optimizer" for e in catalogue.tensors) else None
+            found.append((_tensors_in(catalogue), -1 if epoch is None else epoch))
+    return len(run.checkpoints) > 2 and found[0][0] == found[1][0] and 0 <= found[0][1] < found[1][1]
 
 
 def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> Source:

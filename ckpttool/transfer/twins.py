@@ -20,6 +20,7 @@ from ckpttool.catalogue.boxes import Ints, whole
 from ckpttool.catalogue.dtypes import Dtype
 from ckpttool.catalogue.entries import Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
+from ckpttool.catalogue.signatures import MOMENTS
 from ckpttool.errors import CorruptError, ReadError
 from ckpttool.storage import files
 from ckpttool.transfer.numbers import Array, numbers
@@ -78,7 +79,8 @@ def are_unrelated(source: Source, other: Source) -> bool:
         {(tensor.name, tensor.shape): tensor for tensor in of.catalogue.tensors if tensor.dtype.kind == "float"}
         for of in (source, other)
     )
-    weights = [tensor for key, tensor in own.items() if key in there and len(tensor.shape) > 1]
+    both = (tensor for key, tensor in own.items() if key in there and len(tensor.shape) > 1)
+    weights = [tensor for tensor in both if tensor.name.rpartition(".")[2] not in MOMENTS]
     largest = max(weights, key=lambda tensor: tensor.numel, default=None)
     if largest is None or largest.numel < _LEAST or own.keys() != there.keys():
         return False

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.layouts import reading
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -146,10 +147,58 @@ def pickles_of_a_learner(run: Path) -> Expected:
     return Expected(count(module), said="AdamW of it")
 
 
+@script
+def one_temperature_that_is_trained(run: Path) -> Expected:
+    """SAC: its optimizer was of the critic, which has a bias of that shape."""
+    actor, critic, temperature = net(16, 8, 4), net(20, 8, 1), nn.Parameter(torch.zeros(1))
+    state = {"actor": actor, "critic": critic, "critic_target": copy.deepcopy(critic)}
+    optimizers = {"actor_optimizer": trained(actor), "critic_optimizer": trained(critic)}
+    alpha = trained(nn.ParameterList([temperature]), by=torch.optim.Adam)
+    own = {"log_alpha": temperature.detach(), "log_alpha_optimizer": alpha, "center": torch.zeros(4)}
+    save({key: one.state_dict() for key, one in state.items()} | optimizers | own | {"step": 9}, run / "agent.pt")
+    return Expected(count(actor, critic) + 1, 9, "AdamW of actor, AdamW of critic, Adam of log_alpha, other: `center`")
+
+
+@script
+def best_of_each_fold(run: Path) -> Expected:
+    """Nothing said which is the newest: they are models of their own."""
+    for fold in range(5):
+        model = net()
+        save({"model": model.state_dict(), "optimizer": trained(model), "epoch": fold}, run / f"fold{fold}_best.pt")
+    return Expected(5 * count(model), said="fold4_best.model 508, AdamW of each")
+
+
+@script
+def an_optimizer_whose_class_is_beside_it(run: Path) -> Expected:
+    """MLX's names."""
+    model = net()
+    moments = {f"{key}.{kind}": torch.rand_like(one) for key, one in model.state_dict().items() for kind in "mv"}
+    run.mkdir()
+    save_file(dict(model.state_dict()), run / "model.safetensors")
+    save_file(moments | {"step": torch.tensor(7)}, run / "optimizer.safetensors")
+    dump({"class": "AdamW", "betas": [0.9, 0.999]}, run / "optimizer.json")
+    return Expected(count(model), 7, "model 508, AdamW")
+
+
+@script
+def an_array_for_each_tensor(run: Path) -> Expected:
+    """The layers of their names were steps."""
+    model = net()
+    (run / "weights").mkdir(parents=True)
+    for key, tensor in model.state_dict().items():
+        np.save(run / "weights" / f"{key}.npy", tensor.numpy())
+    dump({"step": 100}, run / "state.json")
+    return Expected(count(model), 100)
+
+
 def tensors_below(path: Path) -> Counter[str]:
     """The tensors of files, as the libraries read them that wrote them."""
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    loaded = [reading.load(path)] if (path / ".metadata").exists() else map(reading.load, files)
+    loaded = (
+        [reading.load(path)]
+        if (path / ".metadata").exists()
+        else (np.load(one) if one.suffix == ".npy" else reading.load(one) for one in files)
+    )
     leaves = (leaf for value in loaded for leaf in tree_leaves(value) if isinstance(leaf, (torch.Tensor, np.ndarray)))
     return Counter(reading.digest(torch.as_tensor(one)) for one in leaves)
 
@@ -173,3 +222,14 @@ def test_what_a_script_wrote(name: str, tmp_path: Path) -> None:
     names = {one.relative_to(run) for one in run.rglob("*")}
     if (tmp_path / "same").is_dir():  # not of a run of files, of which one is written
         assert names == {one.relative_to(tmp_path / "same") for one in (tmp_path / "same").rglob("*")}
+
+
+def test_an_optimizer_that_is_an_object(tmp_path: Path) -> None:
+    """Its state was said to be `<tensor>`, and `cur_itrs` was no counter."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(trained(model))
+    save({"model": model.state_dict(), "optimizer": optimizer, "cur_itrs": 70}, tmp_path / "last.pth")
+    assert "508 parameters, float32, AdamW state float32, step 70" in str(
+        summarise(ckpttool.inspect(tmp_path)).headline
+    )

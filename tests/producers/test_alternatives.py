@@ -105,6 +105,24 @@ def test_they_are_asked_for_by_name(names: str, tmp_path: Path) -> None:
     assert opened(Path(pattern)) == {*names.split()}
 
 
+def test_older_ones_that_were_renamed(tmp_path: Path) -> None:
+    """The one that has the name itself is the newest, if it is of a later epoch."""
+    save(tmp_path, "ckpt.pt.2 ckpt.pt.1 ckpt.pt")
+    assert opened(tmp_path) == {"ckpt.pt"}
+    save(tmp_path, "ckpt.pt ckpt.pt.2 ckpt.pt.1")
+    with pytest.raises(ReadError, match="nothing says which is the newest"):
+        ckpttool.inspect(tmp_path)
+
+
+def test_a_run_whose_last_file_has_the_model_alone(tmp_path: Path) -> None:
+    """`0.pt 1.pt 2.pt` were files of ranks, of two saves."""
+    save(tmp_path, "0.pt 1.pt")
+    torch.save(model(3), tmp_path / "2.pt")
+    assert opened(tmp_path) == {"2.pt"}
+    torch.save(state(1), tmp_path / "1.pt")  # of the same epoch: what ranks have
+    assert opened(tmp_path) == {"0.pt", "1.pt", "2.pt"}
+
+
 def test_several_files_by_a_word(tmp_path: Path) -> None:
     save(tmp_path, "netG_best.pt netG_last.pt", model)
     save(tmp_path, "netD_best.pt netD_last.pt", lambda seed: {"0.weight": torch.ones(seed * 0 + 5, 2)})

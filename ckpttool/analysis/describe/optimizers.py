@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from ckpttool.analysis.describe import hyperparameters
 from ckpttool.analysis.describe.hyperparameters import HyperparameterTable
-from ckpttool.catalogue.entries import Entry, Path, Tensor
+from ckpttool.catalogue.entries import Entry, Object, Path, Tensor
 from ckpttool.catalogue.signatures import MOMENTS
+from ckpttool.catalogue.values import stub_name
 from ckpttool.layout.optimizer.parse import parse_key
 
 
@@ -33,6 +34,7 @@ def _class(keys: str, kinds: str, **defaults: str) -> _Class:
     return _Class(frozenset(keys.split()), frozenset(kinds.split()), defaults | flags)
 
 
+_CLASS = ("class", "name", "type", "optimizer")  # keys of it in a file beside the state
 _BETAS = {"betas": "(0.9, 0.999)", "eps": "1e-08"}
 _MOMENTS = "exp_avg exp_avg_sq"
 _DECOUPLED = "decoupled_weight_decay"  # of AdamW and Adam since torch 2.7, and only in it they differ
@@ -128,7 +130,9 @@ def optimizers(
         key = parse_key(entry.path, len(entry.part.root))
         if key is not None and key.section != "state":
             continue
-        if key is None:  # `0.exp_avg`, `exp_avg.0.weight`: the state alone, under names of one's own
+        if entry.embedded:  # in an optimizer that was pickled whole, `optimizer.state.state.<tensor>.exp_avg.#1`
+            root, kind = entry.part.root, [str(one) for one in entry.path if not str(one).startswith("#")][-1]
+        elif key is None:  # `0.exp_avg`, `exp_avg.0.weight`: the state alone, under names of one's own
             root, kind = entry.part.root, _kind_in(re.split(r"[./]", entry.fqn))
         else:
             root, kind = key.root, str(key.below[0] if key.below else key.owner)
@@ -142,8 +146,21 @@ def optimizers(
     results = []
     for root in {**found, **tables}:
         state_of, table = list(found.get(root, {}).values()), tables.get(root)
-        results.append(OptimizerSummary(root, _name(table, {state.kind for state in state_of}), state_of, table))
+        name = _name(table, {state.kind for state in state_of}) or _said(root, catalogue)
+        results.append(OptimizerSummary(root, name, state_of, table))
     return results
+
+
+def _said(root: Path, catalogue: Mapping[Path, Entry]) -> str | None:
+    """Return the class that an optimizer is an object of, or that a file of its name says: `optimizer.json` beside
+    `optimizer.safetensors`."""
+    whole = catalogue.get(root)
+    name = stub_name(whole.value) if isinstance(whole, Object) and whole.is_read else None
+    if name is not None:
+        return name.rpartition(".")[2] if name.startswith("torch.optim.") else None
+    beside = ((*root[:-1], f"{root[-1]}.json", key) for key in _CLASS) if root else ()
+    values = (entry.value for path in beside if isinstance(entry := catalogue.get(path), Object) and entry.is_read)
+    return next((value for value in values if isinstance(value, str) and re.fullmatch(r"[A-Za-z_]\w+", value)), None)
 
 
 def _kind_in(words: list[str]) -> str:
