@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from posixpath import splitext
 
 from ckpttool.catalogue import parts
@@ -114,10 +114,9 @@ def _are_of_others(directory: Directory, names: Sequence[str]) -> bool:
     bare = [MEASURED.sub("", name) for name in names]
     if len({*bare}) < len(bare) or len({re.sub(r"\d+", "#", name) for name in bare}) > 1:
         return False
-    with ExitStack() as closing_all:
-        first, last = (directory.at(name) for name in (names[0], names[-1]))
-        opened = [closing_all.enter_context(closing(detect(one).open(one, NO_HINTS))) for one in (first, last)]
-        return twins.are_unrelated(*opened)
+    one, other = (directory.at(name) for name in (names[0], names[-1]))
+    with closing(detect(one).open(one, NO_HINTS)) as first, closing(detect(other).open(other, NO_HINTS)) as last:
+        return twins.are_unrelated(first, last)
 
 
 def _not_renamed(every: Sequence[list[str]], entries: Mapping[str, Sequence[Entry]]) -> list[str] | None:

@@ -259,7 +259,7 @@ def _shards(directory: Directory, names: Collection[str], layout: Layout) -> Ite
 
 def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iterator[Component]:
     """Yield the sets of files whose names differ in a rank alone."""
-    for name, of_rank in rank_sets(filter(None, (_rank_in(n) for n in names if not n.endswith("/")))).items():
+    for name, of_rank in rank_sets(filter(None, (rank_in(n) for n in names if not n.endswith("/")))).items():
         before = name.partition("*")[0]
         is_named = _RANK.search(f"{before}0") is not None
         is_own = parts.kind_of_key(before.rstrip("._-/").rpartition("/")[2]) in parts.PER_RANK
@@ -276,7 +276,7 @@ def _ranks(directory: Directory, names: Collection[str], layout: Layout) -> Iter
             yield Component(name, files=check_ranks(layout, of_rank), kind="rank files", by_name=True)
 
 
-def _rank_in(name: str) -> re.Match[str] | None:
+def rank_in(name: str) -> re.Match[str] | None:
     """Return where a name has what may be a rank: behind a word for it, or as the number at its end."""
     named = [*_RANK.finditer(name)]
     return named[-1] if named else _NUMBER.search(name)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from posixpath import commonprefix, normpath
+from posixpath import normpath
 
 from ckpttool import formats
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
@@ -34,8 +34,8 @@ from ckpttool.formats import archives, deepspeed, rankfiles
 from ckpttool.layout.optimizer import model_order, respell
 from ckpttool.producers import PRODUCERS, reader
 from ckpttool.producers.arrange import LayoutBuilder
-from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest
-from ckpttool.producers.contents import without_remains
+from ckpttool.producers.components import Component, Layout, Mounted, Producer, WritableLayout, deepest, rank_sets
+from ckpttool.producers.contents import rank_in, without_remains
 from ckpttool.producers.open import open_archive, open_source
 from ckpttool.producers.template import FileTemplate, is_copied
 from ckpttool.producers.writer import OutputLayout
@@ -203,13 +203,11 @@ def _of_safetensors(like: Catalogue, folder: Location) -> list[Mounted]:
 
 def _of_copies(like: Catalogue) -> list[Mounted]:
     """Return the component that is all of a set of files of ranks with the same whole tensors; none for others."""
-    names, ranks = [file.name for file in like.files], [file.rank for file in like.files]
-    before, after = commonprefix(names), commonprefix([name[::-1] for name in names])[::-1]
-    numbers = [name[len(before) : len(name) - len(after)] for name in names]
-    if len(names) < 2 or [*map(str.isdecimal, numbers)] != [True] * len(names) or [*map(int, numbers)] != ranks:
-        return []
-    one = Component(f"{before}*{after}", files=tuple(names), kind="rank files")
-    return [Mounted(one, one.name, like.format, files=one.files)] if _are_whole(like, ()) else []
+    named = filter(None, (rank_in(file.name) for file in like.files)) if _are_whole(like, ()) else ()
+    sets = [(name, tuple(match.string for match in of_rank)) for name, of_rank in rank_sets(named).items()]
+    is_all = len(sets) == 1 and 1 < len(sets[0][1]) == len(like.files)
+    one = [Component(name, files=files, kind="rank files") for name, files in sets if is_all]
+    return [Mounted(component, component.name, like.format, files=component.files) for component in one]
 
 
 def _are_whole(like: Catalogue, root: Path) -> bool:

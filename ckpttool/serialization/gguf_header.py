@@ -8,6 +8,9 @@ Upstream: ggml `docs/gguf.md` and `ggml-common.h`, llama.cpp `gguf-py/gguf/const
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from ckpttool.errors import CorruptError
@@ -15,6 +18,8 @@ from ckpttool.storage.stores import Location
 
 _BLOCK = 1 << 20
 _MAX_HEADER = 512 << 20
+_MAX_DIMENSIONS = 4
+_SHOWN_STRING = 256
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -32,6 +37,18 @@ TYPES = {
 }
 """The name of each type of elements, how many a block has, and its bytes."""
 # fmt: on
+
+
+@dataclass(slots=True)
+class GgufContents:
+    """What a header says: `GgufContents(3, {"general.architecture": "llama"}, 291, Counter({"Q4_K": 6_700}), 4096)`.
+    `elements` are those of each type of elements, `end` is where the data of the last tensor end."""
+
+    version: int
+    values: dict[str, Any]
+    tensors: int
+    elements: Counter[str]
+    end: int
 
 
 class GgufHeader:
@@ -81,3 +98,32 @@ class GgufHeader:
         else:
             raise CorruptError(f"`{self.location}`: a GGUF array of arrays", file=self.location)
         return n
+
+    def contents(self) -> GgufContents:
+        """Read all of the header. Raises CorruptError for one that is not whole."""
+        self.take(4)
+        version = self.number("I")
+        if version & 0xFFFF == 0:
+            self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+        tensors, count = self.number("Q"), self.number("Q")
+        values: dict[str, Any] = {}
+        for _ in range(count):
+            key = self.string()
+            value = self.value(self.number("I"))
+            if not isinstance(value, str) or len(value) <= _SHOWN_STRING:
+                values[key] = value
+        found = GgufContents(version, values, tensors, Counter(), 0)
+        for _ in range(tensors):
+            self.string()
+            dimensions = self.number("I")
+            if dimensions > _MAX_DIMENSIONS:
+                text = f"`{self.location}`: a GGUF tensor of {dimensions} dimensions"
+                raise CorruptError(text, file=self.location)
+            numel = prod(self.number("Q") for _ in range(dimensions))
+            kind, block, nbytes = TYPES.get(self.number("I"), ("unknown", 1, 0))
+            found.end = max(found.end, self.number("Q") + -(-numel // block) * nbytes)
+            found.elements[kind] += numel
+        alignment = values.get("general.alignment", 32)
+        is_aligned = isinstance(alignment, int) and alignment > 0
+        found.end += -(-self.at // alignment) * alignment if is_aligned else self.at
+        return found
