@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 
-from ckpttool.catalogue.entries import Catalogue, Entry, Part, Tensor, dotted
+from ckpttool.catalogue.entries import Catalogue, Entry, Object, Part, Tensor, dotted
 from ckpttool.catalogue.shown import numpy_scalar
 from ckpttool.catalogue.values import Stub
 from ckpttool.errors import CkptError
@@ -110,7 +111,7 @@ def _ranked(catalogue: Catalogue, names: Mapping[str, Sequence[str]] = _STEPS) -
 
 def _counters(catalogue: Catalogue, of_kinds: Mapping[str, Sequence[str]] = _STEPS) -> Iterator[tuple[_Rank, Entry]]:
     """Yield what may count steps, each with its rank: by its part, its name and its depth."""
-    for entry in catalogue.entries.values():
+    for entry in chain(catalogue.entries.values(), _of_whole(catalogue)):
         names = of_kinds.get(entry.part.kind)
         if names is None or not entry.path or (isinstance(entry, Tensor) and entry.numel != 1):
             continue
@@ -118,6 +119,15 @@ def _counters(catalogue: Catalogue, of_kinds: Mapping[str, Sequence[str]] = _STE
         name = next((i for i, one in enumerate(names) if _is(key, one)), None)
         if name is not None and _is_counted(entry):
             yield ([*of_kinds].index(entry.part.kind), name, len(entry.path)), entry
+
+
+def _of_whole(catalogue: Catalogue) -> Iterator[Object]:
+    """Yield the numbers of the one object that a whole state is: a dataclass, a `Namespace`."""
+    whole = catalogue.entries.get(())
+    states = whole.value.state if isinstance(whole, Object) and whole.is_read and isinstance(whole.value, Stub) else ()
+    for key, value in (item for state in states if isinstance(state, dict) for item in state.items()):
+        if isinstance(key, str) and isinstance(value, (int, float)):
+            yield Object((key,), value)
 
 
 def _is_counted(entry: Entry) -> bool:

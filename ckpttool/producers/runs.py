@@ -26,10 +26,11 @@ from ckpttool.errors import CkptError, ReadError, UsageError
 from ckpttool.formats.deepspeed import members as deepspeed
 from ckpttool.producers import recognise
 from ckpttool.producers.components import DCP_FILE, Producer
+from ckpttool.serialization.dcp import completeness
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.stores import Location, locate
 from ckpttool.storage.unfinished import ended
-from ckpttool.text import is_or_are, some
+from ckpttool.text import some
 
 _DATA = re.compile(
     rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|[^.]*"
@@ -50,8 +51,6 @@ _MOST_READ = 1_000  # files of a folder beside the checkpoints whose first bytes
 _MAX_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
-# A string in a pickle: its length, its bytes.
-_NAMED = re.compile(rb"(?:\x8c(?P<short>.)|X(?P<long>.{4}))(?P<name>[\w.-]+\.distcp)", re.DOTALL)
 
 _DASHED = re.compile(r"(\d+)-(\d+)")
 _NOT_ENDED = "its name says that the save did not end"
@@ -440,7 +439,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
         nbytes, (order, step) = sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
         why_not = _NOT_ENDED if any(map(_ended, of_step)) else None
-        why_not = why_not or _empty(directory, of_step) or _lacking(kinds[place], others)
+        why_not = why_not or completeness.empty(directory, of_step) or _lacking(kinds[place], others)
         if len(of_step) == 1:
             yield _of_file(directory, of_step[0], step, why_not if nbytes else "an empty file", order)
             continue
@@ -453,7 +452,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     named = (target for _, target in pointers(directory)) if without_step else ()
     for name in dict.fromkeys(target for target in named if target in without_step):
         last = max(place.order for place in files)
-        yield _of_file(directory, name, None, _empty(directory, [name]), last, pointed=True)
+        yield _of_file(directory, name, None, completeness.empty(directory, [name]), last, pointed=True)
 
 
 def _of_file(
@@ -537,41 +536,11 @@ def _why_not(directory: Directory, name: str, row: Producer | None, kind: str | 
             return layout.missing[0]
         for folder in (c.name for c in layout.components if c.name.endswith("/")):
             inner = directory.folder(folder)
-            if not inner.has(deepspeed.FILES) and (why_not := _dcp_why_not(inner, most)):
+            if not inner.has(deepspeed.FILES) and (why_not := completeness.why_not(inner, most)):
                 return f"`{folder}`: {why_not}"
         for component in layout.components:
-            if why_not := _empty(directory, component.files):
+            if why_not := completeness.empty(directory, component.files):
                 return why_not
     if directory.has(DCP_FILE):
-        return _dcp_why_not(directory, most)
-    return _empty(directory, [n for n in directory.names if _DATA.fullmatch(n)])
-
-
-def _empty(directory: Directory, names: Sequence[str]) -> str | None:
-    empty = [name for name in names if not name.endswith("/") and not directory.size(name)]
-    return f"{some(empty)} {is_or_are(empty)} empty" if empty else None
-
-
-def _dcp_why_not(directory: Directory, most: int) -> str | None:
-    """Return why a DCP directory is not complete: it lacks its index, which is written last, or a file of it."""
-    indexes = [m.string for m in directory.matching(r"\.metadata|__\d+\.metadata")]
-    if not indexes:
-        begun = [m.string for m in directory.matching(r".*\.metadata\.tmp")]
-        return f"no `.metadata`, only {some(begun)}" if begun else "no `.metadata`: the save did not end"
-    for index in indexes:
-        if not directory.size(index):
-            return f"`{index}` is empty"
-        named: list[str] = []
-        with suppress(CkptError):
-            named = _named_in(directory.at(index).head(most)) if directory.size(index) <= most else []
-        if absent := [name for name in named if name not in directory]:
-            return f"{some(absent)} {is_or_are(absent)} missing"
-        if why_not := _empty(directory, named):
-            return why_not
-    return None
-
-
-def _named_in(pickle: bytes) -> list[str]:
-    """Return the data files that a `.metadata` names, found without unpickling it."""
-    lengths = ((match["short"] or match["long"], match["name"]) for match in _NAMED.finditer(pickle))
-    return sorted({name.decode() for length, name in lengths if int.from_bytes(length, "little") == len(name)})
+        return completeness.why_not(directory, most)
+    return completeness.empty(directory, [n for n in directory.names if _DATA.fullmatch(n)])

@@ -9,6 +9,7 @@ import copy
 import json
 import pickle
 import random
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,3 +234,21 @@ def test_an_optimizer_that_is_an_object(tmp_path: Path) -> None:
     assert "508 parameters, float32, AdamW state float32, step 70" in str(
         summarise(ckpttool.inspect(tmp_path)).headline
     )
+
+
+@dataclass
+class TrainState:
+    """A whole state as an object."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    step: int
+
+
+@pytest.mark.parametrize("kind", [TrainState, Namespace])
+def test_the_step_of_a_state_that_is_an_object(kind: Any, tmp_path: Path) -> None:
+    """It was that of the optimizer."""
+    model = net()
+    torch.save(kind(model=model.state_dict(), optimizer=trained(model), step=100), tmp_path / "state.pt")
+    found = summarise(ckpttool.inspect(tmp_path / "state.pt")).headline
+    assert (found.parameters, found.step) == (count(model), 100)
