@@ -298,7 +298,10 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
         layout = _beside_state(directory, producer, layout.missing)
     if row is not None and (source := _opened_whole(row, directory, layout, options)):
         return reader.said_by(producer, source)
-    if layout.components and (checkpoints := runs.inside(directory)):
+    checkpoints = runs.inside(directory) if layout.components else []
+    # In what is called a step itself, folders from 0 are layers: `100/model/decoder/0/`.
+    are_layers = step_in(directory.name) is not None and all(step_said(one.name) is None for one in checkpoints)
+    if checkpoints and not (are_layers and {one.step for one in checkpoints} == {*range(len(checkpoints))}):
         raise _inside(location, directory, checkpoints, filter(formats.DATA_FILE.fullmatch, directory.names))
     if not layout.components and layout.missing:
         raise reader.incomplete(layout.missing[0], directory)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import ckpttool
 from ckpttool.analysis.describe.summary import summarise
+from ckpttool.errors import ReadError
 
 
 @dataclass
@@ -252,3 +253,21 @@ def test_the_step_of_a_state_that_is_an_object(kind: Any, tmp_path: Path) -> Non
     torch.save(kind(model=model.state_dict(), optimizer=trained(model), step=100), tmp_path / "state.pt")
     found = summarise(ckpttool.inspect(tmp_path / "state.pt")).headline
     assert (found.parameters, found.step) == (count(model), 100)
+
+
+def test_layers_that_are_folders(tmp_path: Path) -> None:
+    """Of nanotron, `decoder/0` and `decoder/1` were checkpoints of a run inside; below another name they may be."""
+    for step in (50, 100):
+        for layer in range(2):
+            (folder := tmp_path / "run" / str(step) / "model" / "decoder" / str(layer) / "norm").mkdir(parents=True)
+            save_file({"data": torch.rand(8)}, folder / "model_weight.safetensors")
+        save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder.parents[3] / "optimizer" / "o.pt")
+        dump({"metas": {"last_train_step": step}}, folder.parents[3] / "checkpoint_metadata.json")
+    found = ckpttool.inspect(tmp_path / "run")
+    assert (summarise(found).headline.parameters, summarise(found).headline.step) == (16, 100)
+    with ckpttool.open(tmp_path / "run") as checkpoint:
+        shown = Counter(reading.digest(one.torch()) for one in checkpoint.tensors())
+    assert shown == tensors_below(tmp_path / "run" / "100")
+    (tmp_path / "run" / "100").rename(tmp_path / "other")
+    with pytest.raises(ReadError, match=r"found 2 inside: `model/decoder/1`"):
+        ckpttool.inspect(tmp_path / "other")
