@@ -34,6 +34,7 @@ from ckpttool.layout.optimizer.parse import shapes_of_moments
 from ckpttool.producers import PRODUCERS, recognise, runs
 from ckpttool.producers.open import open_at, open_source
 from ckpttool.producers.runs import step_in
+from ckpttool.serialization.dcp import completeness
 from ckpttool.serialization.directory import Directory
 from ckpttool.storage.local import LocalStore
 from ckpttool.storage.stores import DirectoryEntry, locate
@@ -597,9 +598,9 @@ def test_the_one_to_be_taken_is_looked_into_however_large_its_index_is(
 @pytest.mark.parametrize("name", samples_of("dcp"))
 def test_the_files_that_an_index_names_are_found_without_building_it(name: str) -> None:
     folder = Path(path_of(name))
-    named = {n for index in folder.glob("*.metadata") for n in runs._named_in(index.read_bytes())}
+    named = {n for index in folder.glob("*.metadata") for n in completeness.named_in(index.read_bytes())}
     assert named == {file.name for file in folder.glob("*.distcp")}
-    assert runs._dcp_why_not(Directory(locate(str(folder))), 1 << 20) is None
+    assert completeness.why_not(Directory(locate(str(folder))), 1 << 20) is None
 
 
 def test_steps_of_dinov2_in_one_directory(tmp_path: Path) -> None:

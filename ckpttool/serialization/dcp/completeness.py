@@ -31,7 +31,7 @@ def why_not(directory: Directory, most: int) -> str | None:
             return f"`{index}` is empty"
         named: list[str] = []
         with suppress(CkptError):
-            named = _named_in(directory.at(index).head(most)) if directory.size(index) <= most else []
+            named = named_in(directory.at(index).head(most)) if directory.size(index) <= most else []
         if absent := [name for name in named if name not in directory]:
             return f"{some(absent)} {is_or_are(absent)} missing"
         if reason := empty(directory, named):
@@ -39,7 +39,7 @@ def why_not(directory: Directory, most: int) -> str | None:
     return None
 
 
-def _named_in(pickle: bytes) -> list[str]:
+def named_in(pickle: bytes) -> list[str]:
     """Return the data files that a `.metadata` names, found without unpickling it."""
     lengths = ((match["short"] or match["long"], match["name"]) for match in _NAMED.finditer(pickle))
     return sorted({name.decode() for length, name in lengths if int.from_bytes(length, "little") == len(name)})
