@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LONG = 200  # characters of a value that is compared by its digest
 _OF_TENSORS = ("model", "optimizer")
+_NUMBERS = ("float32", "float64", "int64", "int32")
 _SMALL = 16  # elements of a tensor whose values are shown
 
 
@@ -59,6 +60,14 @@ class SavedTensor:
         import numpy as np
 
         return numbers(np.array(self.bits), dtypes.dtype(self.dtype)).astype(np.float64)
+
+    @property
+    def number(self) -> int | float | None:
+        """The number that the tensor is; None if it has dimensions, or is no number of 32 or 64 bits."""
+        if self.shape or self.dtype not in _NUMBERS:
+            return None
+        found: int | float = self.bits.view(self.dtype).item()
+        return found
 
 
 class SavedState(Source):
@@ -208,7 +217,7 @@ def _shown(tensor: SavedTensor) -> str:
 
 
 def _spelt(dtype: str, shape: Sequence[int], bits: Array) -> str:
-    if bits.size <= _SMALL and dtype in ("float32", "float64", "int64", "int32"):
+    if bits.size <= _SMALL and dtype in _NUMBERS:
         return f"{dtype}{[*shape]} {bits.view(dtype).tolist()}"
     return f"{dtype}{[*shape]} {hashlib.sha256(bits.data).hexdigest()}"
 

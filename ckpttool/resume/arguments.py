@@ -1,10 +1,4 @@
-"""Options that are checked before anything runs: meshes, device, and the route of the checkpoint, which is converted
-between the run that saved it and the one that resumes.
-
-safetensors              convert --to safetensors; so dcp, torch, fsdp1
-reshard:4                reshard --to-world 4
-reshard:shard=2+tp=2     reshard --to-mesh shard=2,tp=2
-"""
+"""Options that are checked before anything runs: meshes, device, and the route of the checkpoint."""
 
 from __future__ import annotations
 

@@ -346,9 +346,7 @@ class Causes:
         pairs = [(rank, self.before.batch(rank), self.after.batch(rank)) for rank in range(self.world)]
         if self.again is not None:
             pairs = [one for one in pairs if one[0] < self.again.world and same_batch(self.again.batch(one[0]), one[1])]
-        other = [
-            (rank, now) for rank, was, now in pairs if was and now and not (same_batch(was, now) or _begin(was, now))
-        ]
+        other = [(rank, now) for rank, was, now in pairs if was and now and not same_batch(was, now, has_fewer=True)]
         kinds, data = self._generators(), self._data(other) if other else None
         if data or not (other or is_alone):
             # From a generator that no forward pass draws from, a loader drew: its batches are known.
@@ -392,8 +390,9 @@ class Causes:
             now = self.after.words(rank, kind)
             alike = [one for one in self.others if now is not None and one.words(rank, kind) == now]
             near = alike[:1] or [one for one in (self.before, self.start) if one is not None]
-            steps = {self.step + one.step - self.before.step: one for one in near}
-            known = {f"run A when step {step} began": one.words(rank, kind) for step, one in steps.items()}
+            # A command may count epochs.
+            step = "step" if self.step == self.before.step else "optimizer step"
+            known = {f"run A when {step} {one.step} began": one.words(rank, kind) for one in near}
             found[generators.origin(kind, now, known)] = None
         return ", and ".join(filter(None, found))
 
@@ -445,12 +444,6 @@ def _only(kinds: dict[int, list[str]], belongs: Callable[[int, str], bool]) -> d
     """Return the generators of each rank that belong, and no rank without one."""
     found = {rank: [kind for kind in own if belongs(rank, kind)] for rank, own in kinds.items()}
     return {rank: own for rank, own in found.items() if own}
-
-
-def _begin(one: Any, other: Any) -> bool:
-    """Return whether of two batches one begins with the other: a step may have had fewer micro batches."""
-    are_inputs = isinstance(one, str) and isinstance(other, str)
-    return are_inputs and bool(one and other) and (one.startswith(other) or other.startswith(one))
 
 
 def _place(every: Sequence[Any], one: Any) -> int | None:

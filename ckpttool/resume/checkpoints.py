@@ -1,15 +1,13 @@
 """Finds the checkpoints that a run has written so far, and whether each is complete: by reading it, never by waiting.
 
-{out}/step-{step}            one for each step, a file or a directory; `*` stands for anything else in a name
-{out}/saved-*                several that are named otherwise, by the time of day: the step is read from each
-{out}/ckpt.pt                one that is written again and again: the step is read from it
+{out}/step-{step}    one for each step, a file or a directory; `*` stands for anything else in a name
+{out}/ckpt.pt        one that is written again and again, or `saved-*`: the step is read from it
 {out}/epoch_{step-1} + {out}/state.pt
-                             one for each step, counted from 0, and a file that belongs to the newest of them and is
-                             written again and again: the two are put together in a folder
-None                         as `patterns` finds it in what the run writes; else what `inspect` finds in the directory
+                     one for each step, counted from 0, and a file that is written again and again and belongs to the
+                     newest of them: the two are put together in a folder
+None                 as `patterns` finds it in what the run writes; else what `inspect` finds in the directory
 
-The output directory is kept as it was after each save, see `observe/site/keep.py`: what is removed or written over
-later is found there.
+What is removed or written over later is found where `observe/site/keep.py` keeps the output directory.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ class Checkpoints:
 
     `pattern` is a path in it, and `is_kept_by_run` whether the run itself keeps it: otherwise it is kept whenever it is
     looked at here. A checkpoint is complete when it can be opened, nothing in it is missing, and it has the files that
-    `model`, that of the same step in another run, has.
+    `model`, that of the same step in another run, has. Runs share `complete`, as B begins in a copy of what A wrote.
     """
 
-    def __init__(self, pattern: str | None, out: str, kept: str) -> None:
+    def __init__(self, pattern: str | None, out: str, kept: str, complete: set[Any] | None = None) -> None:
         self.pattern, self._written = pattern, patterns.WrittenFiles(kept, _is_state) if pattern is None else None
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
@@ -54,7 +52,7 @@ class Checkpoints:
         self._views: dict[str, str] = {}  # by snapshot: the directory as it was
         self.kept: dict[int, tuple[str, str]] = {}  # complete ones by step: the snapshot that has them, and their paths
         self._named: dict[int, str] = {}  # the snapshot in which a link or a tag file names one first
-        self._complete: set[tuple[str, Fingerprint]] = set()
+        self._complete = complete if complete is not None else set()
         self._incomplete: dict[str, tuple[Fingerprint, str]] = {}
         self._steps: dict[Fingerprint, int | None] = {}
         self._ended = False
@@ -96,13 +94,21 @@ class Checkpoints:
         found = sorted({**there, **kept}.items())
         return {step: path for step, path in found if self.last is None or step <= self.last}
 
-    def is_over(self, step: int, taken: int) -> bool:
-        """Return whether the checkpoint of a step has been saved on all ranks, when all optimizers have `taken` steps:
-        where one of them is done with its step, it may have begun to save when another rank kept the directory."""
+    def is_over(self, step: int, taken: Mapping[str, int]) -> bool:
+        """Return whether the checkpoint of a step has been saved on all ranks, when all optimizers of each process have
+        `taken` steps: where one of them is done with its step, it may have begun to save when another rank kept the
+        directory. Other programs of the command have steps of their own."""
         if step not in self.kept:
             return not self.is_kept_by_run()
-        began = keep.moment(self.kept[step][0], "number")
-        return bool(began < taken if began is not None else step < max(self.kept))
+        began = keep.moment(snapshot := self.kept[step][0], "number")
+        return bool(
+            began < taken.get(keep.moment(snapshot, "process"), 0) if began is not None else step < max(self.kept)
+        )
+
+    @property
+    def processes(self) -> set[str]:
+        """The processes that kept the checkpoints."""
+        return {keep.moment(snapshot, "process") for snapshot, _ in self.kept.values()}
 
     def _infer(self, written: patterns.WrittenFiles) -> None:
         """Take the pattern of what was written so far; what was found by another is looked for anew."""
@@ -138,11 +144,9 @@ class Checkpoints:
         return view
 
     def _is_better(self, step: int, path: str, snapshot: str, is_newest: bool) -> bool:
-        """Return whether a checkpoint is one to take, in place of the same in an earlier snapshot.
-
-        It is if more of it was written since, and none of it is being removed. Otherwise the first snapshot is the best
-        at which a step began, and if there is none the last before the next save: what points to it is written by then.
-        """
+        """Return whether a checkpoint is one to take, in place of the same in an earlier snapshot: if more of it was
+        written since, and none of it is being removed. Otherwise the first snapshot is the best at which a step began,
+        or else the last before the next save: what points to it is written by then."""
         if step not in self.kept:
             return True
         earlier, was = self.kept[step]
@@ -164,9 +168,8 @@ class Checkpoints:
     def beside(self, step: int, since: int = 0) -> dict[str, str]:
         """Return the files that were written with the checkpoint of a step, and are of none: by name, with their paths.
 
-        Those of the last step are all that were written after the directory was kept last; without a hook, which looks
-        at the same moments in each run, there are only those, and they are all that are not older than the checkpoint
-        of the step `since`.
+        Without a hook, which looks at the same moments in each run, there are only those of the last step: all that are
+        not older than the checkpoint of the step `since`.
         """
         steps = self.find()
         root, earlier = self._root(step), self._root(max((one for one in steps if one < step), default=None))
@@ -210,11 +213,8 @@ class Checkpoints:
         return {} if root in of_checkpoints else found
 
     def restore(self, step: int, out: str) -> tuple[str | None, int]:
-        """Make a directory as the output directory was when the checkpoint of a step was complete, without later ones.
-        Where `latest` named it later, as after a save in the background, it is as it was then.
-
-        Return the path of the checkpoint, None if there is none, and how many later ones were left out.
-        """
+        """Make a directory as the output directory was when the checkpoint of a step was complete, and `latest` named
+        it, without later ones. Return its path, None if there is none, and how many later ones were left out."""
         if step in self.kept:
             keep.restore(self._named.get(step, self.kept[step][0]), out)
         else:
@@ -245,7 +245,8 @@ class Checkpoints:
         files = {one[0] for one in now}
         if model is not None and (absent := sorted({one[0] for one in fingerprint(model)} - files)):
             return f"`{absent[0]}` is not there yet"
-        key = os.path.basename(path), now
+        # What was kept of it, and where it is when the run has ended, is the same with other inodes.
+        key = os.path.basename(path), frozenset(one[:3] for one in now)
         if key in self._complete:
             return None
         if path in self._incomplete and self._incomplete[path][0] == now:

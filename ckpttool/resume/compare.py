@@ -1,8 +1,7 @@
 """Compares what two runs had and saved, into a report: states in memory, checkpoints, and the verdict of it all.
 
-What a repetition (A2) does not repeat of A is not judged in B: values that differ by name, and the values of all
-weights and moments once one of them differs, since which ones it is depends on chance. Counters and hyperparameters are
-judged still.
+What a repetition (A2) does not repeat of A is not judged in B: values by name; once a weight or a moment differs, the
+values of all, since which ones it is depends on chance. Counters and hyperparameters are judged still.
 """
 
 from __future__ import annotations
@@ -149,9 +148,8 @@ def shared(one: ScriptRun, other: ScriptRun, after: int = -1) -> dict[int, tuple
 
 
 def check_training(run: ScriptRun, stopped: ScriptRun, at: int, *, is_trained: bool) -> str | None:
-    """Raise UsageError if no weight changes after the step of the stop: then nothing would differ, whatever is
-    restored. `stopped` has a checkpoint of that step, which may be `run` itself. With `is_trained` the hook saw weights
-    change, and a note is returned if those in the checkpoints do not."""
+    """Raise UsageError if no weight changes after the step of the stop, of which `stopped` has a checkpoint: nothing
+    would differ then. With `is_trained` the hook saw weights change, and a note is returned if those saved do not."""
     first, last = next(one for one in stopped.checkpoints if one.step == at), run.checkpoints[-1]
     with SavedState(first.path) as before, SavedState(last.path) as after:
         weights = {name for name in before.tensors if before.kind_of(name) == "model"}
@@ -199,9 +197,8 @@ def compare_runs(
     may_miss: bool = False,
 ) -> FirstDifference | None:
     """Compare the steps of `run` after its resume with those of `reference`: rows, and findings of the first step whose
-    checkpoint differs. `changing` returns the values that training changes, see `changed_by`; it is asked for where a
-    value of the script differs. With `may_miss` a checkpoint that is written again may be missed, but not that of the
-    last step."""
+    checkpoint differs. `changing` returns the values that training changes, see `changed_by`. With `may_miss` a
+    checkpoint that is written again may be missed, but not that of the last step."""
     first: FirstDifference | None = None
     resumed_at = run.resumed_at or 0
     for step, paths in shared(reference, run, resumed_at).items():

@@ -1,15 +1,8 @@
-"""Judges a run that resumed on another number of ranks than saved. The run that it is compared with has the same code,
-and could lack the same; so what it had when its first step began is compared with A, too.
+"""Judges a run that resumed on another number of ranks than saved, by what does not depend on that number: the tensors,
+data, generators and values that A had. The run that it is compared with has the same code, and could lack the same.
 
-    tensors     of the checkpoint: each is in memory, whole or as the shards of the ranks
-    data        the samples of all ranks in each step: those that A went on with, in other portions; or those of a run
-                from its start on the new number of ranks (`fresh`) at the same steps; or the batches of each rank that
-                A had, where others add samples of their own
-    generators  each rank that A had has its state, or that of `fresh`
-    values      of the script, which the checkpoint has and A changed: as A had them, or as in `fresh`. What a resume on
-                as many ranks as saved (`B0`) lacks, too, and is exact without, has no effect
-
-`fresh` and `B0` are run only where needed. What neither judges is not proven."""
+A run from its start (`fresh`) and one that resumes on as many ranks as saved (`B0`) are run only where needed. What
+neither judges is not proven. The design in the documentation says why it is done in this way."""
 
 from __future__ import annotations
 
@@ -21,7 +14,6 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from ckpttool.analysis.saved_state import SavedState
 from ckpttool.catalogue import identity, parts
 from ckpttool.resume import compare
 from ckpttool.resume.causes import Causes
@@ -175,8 +167,8 @@ class Elastic:
 
     @cached_property
     def _saved_generators(self) -> set[str]:
-        with SavedState(self.explanation.saved) as saved:
-            words = {word for name in (*saved.every, *saved.objects) for word in name.split(".")}
+        saved = self.explanation.saved
+        words = {word for name in (*saved.every, *saved.objects) for word in name.split(".")}
         return {kind for kind, known in parts.GENERATORS.items() if any(re.fullmatch(known, word) for word in words)}
 
     # Values -----------------------------------------------------------------------------------------------------------
@@ -192,8 +184,8 @@ class Elastic:
 
     def _lost(self, run: str) -> dict[str, str]:
         """Return which values of the checkpoint the script of A had, and not that of a run, and how."""
-        with SavedState(self.explanation.saved) as saved:
-            kinds = {name: saved.kind_of(name) for name in (*saved.every, *saved.objects)}
+        saved = self.explanation.saved
+        kinds = {name: saved.kind_of(name) for name in (*saved.every, *saved.objects)}
         every = self.explanation.of_the_script(None, run)
         # What the samples show, and what is judged by what modules and optimizers have.
         aside = {"rng", "model", "optimizer", "scheduler", "scaler", *(["dataloader"] if self.goes_on else [])}

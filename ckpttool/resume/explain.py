@@ -62,7 +62,7 @@ class Explanation:
                 is_another = any(one.found == ANOTHER for one in found)
                 values = self._generators({one for names, _ in lost for one in names}) if is_another else []
                 values += [text for _, text in self._first_lost(lost)]
-                values = values or (self._of_variables()[0] if is_another else [])
+                values = values or (self._of_variables()[0] if is_another or lost else [])
                 more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removesuffix(OF_DATA) if more else one for one in differed]
@@ -70,39 +70,56 @@ class Explanation:
             differed = [f"{one}{''.join(more)}" if one.startswith(of_data) else one for one in differed]
         if not differed or all(one.part == "rng" or one.kind == OTHER_MODULE for one in found):
             lost = self.of_the_script(names) or self.of_the_script(None)
+            lost = [] if self._may_follow(lost) else lost
             # What A never changes, as a count of starts, follows from the resume.
             of_script = [text for own, text in lost if not {*own} <= {*self.report.unproven}] or [t for _, t in lost]
             differed = [*of_script, *(one.message for one in found if one.part == "rng" or not of_script)] or differed
         if differed:
             return differed
         values, is_sure = self._of_variables()
-        causes = (values if is_sure else []) or self._generators(())
+        anew = values if any(is_anew for _, is_anew in self._others.values()) else []
+        causes = anew or self._generators((), is_anew=bool(values)) or (values if is_sure else [])
         return causes or [self._later_cause() or self.starts.misplaced or self._not_determined(why_not, values)]
 
     def _not_determined(self, why_not: str, values: Sequence[str]) -> str:
         """Return that no cause is known, and what may be one."""
-        before, after = self.after_save("A"), self.hooked["B"].states.get(1)
-        anew = self._begun_anew(before, after) if before is not None and after is not None else []
+        anew = self._begun_anew()
         more = f"; {', '.join(values)}" if values else f"; begun anew: {some(anew)}" if anew else ""
         return f"{compare.NOT_DETERMINED}: {why_not}{more}"
 
     def _first_lost(self, lost: list[tuple[list[str], str]]) -> list[tuple[list[str], str]]:
         """Return of values that were not restored those that are as when A began, or all if none is: others may be
         what has followed since the resume."""
-        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
-        anew = self._anew(before, after) if lost and before is not None and after is not None else ()
-        begun = {name for one in anew for name in _saved_as(one, self._names[0])}
-        return [one for one in lost if begun & {*one[0]}] or lost
+        first = [one for one in lost if self._begun_as & {*one[0]}]
+        return first or ([] if self._may_follow(lost) else lost)
+
+    def _may_follow(self, lost: list[tuple[list[str], str]]) -> bool:
+        """Return whether values may only have followed from others since the resume: none is as when A began, and there
+        are other variables that both runs have changed since the save, each in its own way."""
+        names, every = {name for own, _ in lost for name in own}, self.saved.every
+        values = {one for one in self.saved.objects if one not in every or every[one].number is not None}
+        return bool(names) and names <= values - self._begun_as and bool(self._others.keys() - names)
+
+    @cached_property
+    def _begun_as(self) -> set[str]:
+        """The values of the checkpoint that are called as what is as when A began."""
+        return {name for one in self._anew for name in _saved_as(one, self._names[1])}
 
     def _of_variables(self) -> tuple[list[str], bool]:
-        """Return which variables of the script, whose names are in the checkpoint, were not as in A, whatever the
-        script had made of them since: those that are as when A began, or else all; and whether these are causes, since
-        they are of one value, or as they were."""
-        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
-        if before is None or after is None:
-            return [], False
-        anew, again, when = self._anew(before, after), self.after_save("A2"), f"when step {self.at + 1} began"
+        """Return which variables of the script were not as in A: those that are as when A began, or else all; and
+        whether these are causes, since they are of one value, or as they were."""
+        every = [*self._others.values()]
+        texts = [text for text, is_anew in every if is_anew or not any(anew for _, anew in every)]
+        return texts[:_MOST], len(every) == 1 or any(anew for _, anew in every)
+
+    @cached_property
+    def _others(self) -> dict[str, tuple[str, bool]]:
+        """The values of the checkpoint whose variables were not as in A, whatever the script had made of them since,
+        with how they were, and whether that is as when A began."""
         found: dict[str, tuple[str, bool]] = {}
+        if self._pair is None:
+            return found
+        (before, after), again, when = self._pair, self.after_save("A2"), f"when step {self.at + 1} began"
         for rank in range(min(before.world, after.world)):
             was, now = (one.of_script("variables", rank) for one in (before, after))
             known = again.of_script("variables", rank) if again is not None and rank < again.world else was
@@ -111,42 +128,40 @@ class Explanation:
                 is_text = any(isinstance(value, str) and "] " in value for value in (was[one], now[one]))
                 names = _saved_as(one, self._names[is_text]) if is_other else []
                 told = compare.is_told(one, was[one], now[one], self.report.runs[-1], self.reference)
+                is_saved = len(names) == 1 and identity.same(digested(was[one]), self.saved.objects.get(names[0]))
+                told = told or (is_saved and _may_be_copy(one, digested(was[one]), was))
                 if len(names) == 1 and not told and names[0] not in self.report.unjudged:
                     values = "" if is_text else f": {shown(now[one])} and not {shown(was[one])}"
-                    text = f"{some(names)} was not as in run A{values} {when}"
-                    if one in anew:
-                        text = f"{some(names)} was not restored{values} {when}, as when run A began"
-                    found.setdefault(names[0], (text, one in anew))
-        first = [text for text, is_anew in found.values() if is_anew] or [text for text, _ in found.values()]
-        return first[:_MOST], any(is_anew for _, is_anew in found.values()) or len(found) == 1
+                    how = "restored" if (is_anew := one in self._anew) else "as in run A"
+                    since = ", as when run A began" if is_anew else ""
+                    found.setdefault(names[0], (f"{some(names)} was not {how}{values} {when}{since}", is_anew))
+        return found
 
-    def _generators(self, lost: Collection[str]) -> list[str]:
-        """Return which generators of the script, whose names are in the checkpoint or whose states are those of A when
-        it began, had another state than in A, but for those that are `lost`."""
-        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
-        if before is None or after is None:
+    def _generators(self, lost: Collection[str], *, is_anew: bool = False) -> list[str]:
+        """Return which generators of the script, whose names are in the checkpoint (unless `is_anew`) or whose states
+        are those of A when it began, had another state than in A, but for those that are `lost`."""
+        if self._pair is None:
             return []
-        others: dict[str, list[int]] = {}
+        (before, after), others = self._pair, dict[str, list[int]]()
         for rank in range(min(before.world, after.world)):
             was, now = (one.of_script("generators", rank) for one in (before, after))
             for name in [one for one in was if one in now and was[one] != now[one]]:
                 others.setdefault(name, []).append(rank)
-        with SavedState(self.saved) as saved:
-            every = ({*saved.every, *saved.objects} - {*lost}, lost)
-            words, gone = ({word for name in names for word in name.replace("/", ".").split(".")} for names in every)
+        every = ({*self.saved.every, *self.saved.objects} - {*lost}, lost)
+        words, gone = ({word for name in names for word in name.replace("/", ".").split(".")} for names in every)
         seen, that, start = _seen(before, after), "has another state than in A", self.hooked["A"].states.get(1)
         states = start.of_script("generators", 0) if start is not None else {}
         # Not one that a library seeds, as for the order of an epoch.
         left = {name for name in others if name.rpartition(".")[2] not in gone}
         own = {*before.of_script("own", 0)} & left
         anew = {name for name in own if states.get(name) == after.of_script("generators", 0).get(name)}
-        named = {name for name in left if name.rpartition(".")[2] in words}
+        named = {name for name in left if not is_anew and name.rpartition(".")[2] in words}
         found = {name: _of_ranks(ranks, seen) for name, ranks in others.items() if name in (named or anew)}
         return [f"the generator `{name}`{ranks} {that}" for name, ranks in found.items()]
 
     def _follows(self, finding: RunDifference) -> bool:
-        """Return whether a script has set a hyper-parameter, or weights, after the save and before its step began, both
-        times to other values than the saved ones: as a learning rate that follows from a count, and a first pass."""
+        """Return whether a script has set a hyper-parameter, or weights, before its step began, both times to other
+        values than the saved ones: as a learning rate that follows from a count, and a first pass."""
         name, (after, before) = finding.name or "", (self.hooked["B"].states.get(1), self.after_save("A"))
         if finding.kind == "hyper-parameter":
             saved = self._objects.get(name.partition(".")[2])
@@ -167,8 +182,11 @@ class Explanation:
         if before is not None and after is not None:
             differing = Causes(before, after, self.at + 1).differing
             self.report.not_loaded = self._not_loaded(before, after, differing)
-            self.report.begun_anew = self._begun_anew(before, after)
+            self.report.begun_anew = self._begun_anew()
             self.report.unshown += self._of_no_checkpoint(before, after, differing)
+        elif len(self.hooked["A"].steps) > 1:  # of one rank, all that matters comes into its checkpoints
+            name = "A" if before is None else "B"
+            self.report.unshown.append(f"the hook did not see the state of run {name} when step {self.at + 1} began")
 
     def _of_no_checkpoint(self, before: RunState, after: RunState, differing: Sequence[str]) -> list[str]:
         """Return which tensors some ranks had not as A had them, of which the checkpoint has those of other ranks: no
@@ -190,30 +208,27 @@ class Explanation:
         """Return the tensors and values of the checkpoint that run B had not when its first step began, where all that
         followed is as in run A: it overwrites them, or does not use them."""
         lost = {one for name in differing for one in before.digests(name)}
-        names: list[str] = []
+        names, saved = list[str](), self.saved
         if lost := lost - _digests(after):
             others = {digested(one) for rank in range(after.world) for one in after.of_script("loose", rank)}
-            with SavedState(self.saved) as saved:
-                names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
+            names = [one for one in saved.every if _of(saved.every[one]) & lost and _text(saved, one) not in others]
         return [*dict.fromkeys([*names, *(name for own, _ in self.of_the_script(None) for name in own)])]
 
     def on_other_ranks(self) -> tuple[list[RunDifference], list[str]]:
         """Return what of the checkpoint run B, on other ranks than A, had not when its first step began although A had
-        it; and the names of what was seen in neither, and of values that are not those of A. The run that B is
-        compared with may lack the same."""
+        it; and the names of what was seen in neither, and of values that are not those of A."""
         before, after = self.after_save("A"), self.hooked["B"].states.get(1)
         if before is None or after is None:
             return [], [f"the state of run {'A' if before is None else 'B'}"]
         lost, unseen = list[str](), list[str]()
-        with SavedState(self.saved) as saved:
-            for name, tensor in saved.tensors.items():
-                own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits, self.digests) for one in (before, after))
-                # An average may be in no module; what is in one has to be there, not in what was read alone.
-                held = (after.of_script("variables", rank).values() for rank in range(after.world))
-                if now is None and own is not None:
-                    lost.append(own)
-                elif now is None and not any(_text(saved, name) in map(digested, one) for one in held):
-                    unseen.append(name)
+        for name, tensor in self.saved.tensors.items():
+            own, now = (one.has(tensor.dtype, tensor.shape, tensor.bits, self.digests) for one in (before, after))
+            # An average may be in no module; what is in one has to be there, not in what was read alone.
+            held = (after.of_script("variables", rank).values() for rank in range(after.world))
+            if now is None and own is not None:
+                lost.append(own)
+            elif now is None and not any(_text(self.saved, name) in map(digested, one) for one in held):
+                unseen.append(name)
         start = self.hooked["A"].states.get(1)
         causes = Causes(before, after, self.at + 1, start)
         causes.differing = lost
@@ -225,20 +240,29 @@ class Explanation:
         ]
         return [one for one in found if one not in values], [*unseen, *(one.name or one.message for one in values)]
 
-    def _begun_anew(self, before: RunState, after: RunState) -> list[str]:
+    def _begun_anew(self) -> list[str]:
         """Return the numbers, and lists of some, that the script counts itself and does not save: which A had changed
         when it had saved the step, and B began with as A did."""
-        states = *filter(None, [self.hooked["A"].states.get(1)]), before, after
-        found = {name: ranks for name, ranks in self._anew(before, after).items() if name not in self.report.not_loaded}
+        states = *filter(None, [self.hooked["A"].states.get(1)]), *(self._pair or ())
+        found = {name: ranks for name, ranks in self._anew.items() if name not in self.report.not_loaded}
         return [f"{one}{_of_ranks(ranks, _seen(*states))}" for one, ranks in found.items()]
 
-    def _anew(self, before: RunState, after: RunState) -> dict[str, list[int]]:
-        """Return the variables of the script that A had changed when it had saved the step, and B began with as A did,
-        with the ranks."""
+    @cached_property
+    def _pair(self) -> tuple[RunState, RunState] | None:
+        """The states of A, or else of A2, and of B where the first step after the save began; None if one is unseen."""
+        before, after = self.after_save("A") or self.after_save("A2"), self.hooked["B"].states.get(1)
+        return (before, after) if before is not None and after is not None else None
+
+    @cached_property
+    def _anew(self) -> dict[str, list[int]]:
+        """The variables of the script that A had changed when it had saved the step, and B began with as A did, with
+        the ranks."""
         start, found = self.hooked["A"].states.get(1), dict[str, list[int]]()
-        for rank in range(min(start.world, before.world, after.world) if start is not None else 0):
-            was, now = (one.of_script("variables", rank) for one in (before, after))
-            of_start = start.of_script("variables", rank) if start is not None else {}
+        if start is None or self._pair is None:
+            return found
+        before, after = self._pair
+        for rank in range(min(start.world, before.world, after.world)):
+            of_start, was, now = (one.of_script("variables", rank) for one in (start, before, after))
             for one in sorted({*before.of_script("own", rank)} & of_start.keys() & now.keys() & was.keys()):
                 is_anew = identity.same(of_start[one], now[one]) and not identity.same(was[one], now[one])
                 if is_anew and isinstance(was[one], (int, float, list)):
@@ -323,20 +347,20 @@ class Explanation:
 
     # The checkpoint of the resume -------------------------------------------------------------------------------------
 
-    @property
-    def saved(self) -> str:
-        """The checkpoint of the step of the resume, of A if it was saved there."""
-        return next(run.paths[self.at] for run in self.report.runs if self.at in run.paths)
+    @cached_property
+    def saved(self) -> SavedState:
+        """The checkpoint of the step of the resume, of A if it was saved there. It is opened once."""
+        path = next(run.paths[self.at] for run in self.report.runs if self.at in run.paths)
+        return self.starts.stack.enter_context(SavedState(path))
 
     @cached_property
     def _names(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """The names of its values, and of these and its tensors, by the last part of each."""
         found: tuple[dict[str, list[str]], dict[str, list[str]]] = {}, {}
-        with SavedState(self.saved) as saved:
-            for name in dict.fromkeys([*saved.every, *saved.objects]):
-                leaf = name.replace("/", ".").rpartition(".")[2]
-                for one in found[name in saved.every :]:
-                    one.setdefault(leaf, []).append(name)
+        for name in dict.fromkeys([*self.saved.every, *self.saved.objects]):
+            leaf = name.replace("/", ".").rpartition(".")[2]
+            for one in found[name in self.saved.every :]:
+                one.setdefault(leaf, []).append(name)
         return found
 
     @cached_property
@@ -347,19 +371,16 @@ class Explanation:
     @cached_property
     def digests(self) -> set[str]:
         """The digests of its tensors, as the hook takes them of whole ones."""
-        with SavedState(self.saved) as saved:
-            return {digest for one in saved.every.values() for digest in _of(one)}
+        return {digest for one in self.saved.every.values() for digest in _of(one)}
 
     @cached_property
     def _objects(self) -> dict[str, Any]:
         """Its values by their names in the part that they belong to."""
-        with SavedState(self.saved) as saved:
-            return {name.partition(".")[2]: value for name, value in saved.objects.items()}
+        return {name.partition(".")[2]: value for name, value in self.saved.objects.items()}
 
     def of_the_script(self, names: Collection[str] | None, run: str = "B") -> list[tuple[list[str], str]]:
-        """Return which tensors and values of the checkpoint, and of the files beside it, the script of A had when the
-        first step after the resume began, and that of B had not; of values of the checkpoint those that differ later,
-        `names`, or if that is None all which are variables of the same name."""
+        """Return what of the checkpoint, and of files beside it, the script of A had when the first step after the
+        resume began, and that of B had not; of values those that differ later, `names`, or all that are variables."""
         before, after = self.after_save("A") or self.after_save("A2"), self.hooked[run].states.get(1)
         if before is None or after is None:
             return []
@@ -369,15 +390,15 @@ class Explanation:
         found = _not_restored(values, judged, lost, before, after, self.at, are_named=names is None)
         for name, path in self.starts.seen["A"].beside(self.at).items():
             with suppress(CkptError):  # a log, which no value of the script comes from
-                values = _values(path, lost, after)
+                with SavedState(path) as saved:
+                    values = _values(saved, lost, after)
                 found += _not_restored(values, values.keys(), lost, before, after, self.at, f" of {some([name])}")
         return found
 
 
 def _lost(before: RunState, after: RunState, rank: int) -> dict[str, str]:
-    """Return the tensors that the script of a rank kept (`before`) and had not when it had resumed: in none of the
-    variables that had them, as far as they are there, or else nowhere. By what they are compared by, with dtype and
-    shape."""
+    """Return the tensors that the script of a rank kept (`before`) and had not when it had resumed, in none of the
+    variables that had them, or else nowhere: by what they are compared by, with dtype and shape."""
     was, now = (one.of_script("variables", rank) for one in (before, after))
     others, held = {*after.of_script("loose", rank)}, dict[str, list[Any]]()
     for name, text in was.items():
@@ -392,19 +413,23 @@ def _lost(before: RunState, after: RunState, rank: int) -> dict[str, str]:
     }
 
 
-def _values(path: str, ranks: Sequence[Mapping[str, str]], after: RunState) -> dict[str, Any]:
-    """Return the values that a checkpoint holds, and of its tensors those that are lost on some of the `ranks`, as the
-    hook records them of a script: not those that a module or a generator has when a run has resumed (`after`)."""
+def _values(saved: SavedState, ranks: Sequence[Mapping[str, str]], after: RunState) -> dict[str, Any]:
+    """Return the values of a checkpoint, and of its tensors those that are lost on some of the `ranks`, as the hook
+    records them: not those that a module or a generator has when a run has resumed."""
     there = _digests(after) | {state for rank in range(after.world) for state in after.rng(rank).values()}
     lost = {text: kind for one in ranks for text, kind in one.items()}
     values, kinds = dict[str, Any](), {*lost.values()}
-    with SavedState(path) as saved:
-        for name, tensor in saved.every.items():
-            if f"{tensor.dtype}{[*tensor.shape]}".removesuffix("]") in kinds:
-                text = _text(saved, name)
-                if text in lost and there.isdisjoint({*_of(tensor), sha(tensor.bits)}):
-                    values[name] = text
-        return values | {name: value for name, value in saved.objects.items() if name not in saved.every}
+    for name, tensor in saved.every.items():
+        if f"{tensor.dtype}{[*tensor.shape]}".removesuffix("]") in kinds:
+            text = _text(saved, name)
+            if text in lost and there.isdisjoint({*_of(tensor), sha(tensor.bits)}):
+                values[name] = text
+    # One number is a value, whether or not it is saved as a tensor.
+    numbers = {
+        name: one.number for name, one in saved.every.items() if name in saved.objects and one.number is not None
+    }
+    others = {name: value for name, value in saved.objects.items() if name not in saved.every}
+    return {**numbers, **values, **others}
 
 
 def _not_restored(
@@ -418,9 +443,8 @@ def _not_restored(
     *,
     are_named: bool = False,
 ) -> list[tuple[list[str], str]]:
-    """Return which of the values that were saved at step `at` a script had then (`before`), and not when it had resumed
-    (`after`); of tensors these, by rank. `of` is the file that has them. With `are_named`, a variable has the name of
-    its value."""
+    """Return which of the values that were saved at step `at` a script had then, and not when it had resumed, and of
+    `tensors` these, by rank. `of` is the file that has them. With `are_named`, a variable has the name of its value."""
     when = f"when step {at + 1} began"
     lost: dict[str, list[int]] = {}
     others: dict[tuple[str, str], list[int]] = {}
@@ -459,6 +483,8 @@ def _other_values(
     named = {leaves[key] for key in every}
     for name, value in sorted(values.items()):
         leaf = leaves[name]
+        if _may_be_copy(name, value, was):
+            continue
         same = [one for one in changed if value is not None and identity.same(was[one], value)]
         is_element = are_named and any(part.isdecimal() for part in name.split("."))
         own = [one for one in same if leaves[one] == leaf and not is_element]
@@ -472,6 +498,13 @@ def _other_values(
         for one in own[:1]:
             instead = f"`{one}` was " if "." in one and not name.endswith(one) else ""
             yield name, f"{instead}{shown(now[one])} and not {shown(value)}"
+
+
+def _may_be_copy(name: str, value: Any, was: Mapping[str, Any]) -> bool:
+    """Return whether what has a value as it was saved may be a copy that was made for that: of the variables of its
+    name, one has another since. A number is no copy."""
+    others = (one for key, one in was.items() if key.endswith(f".{name.rpartition('.')[2]}"))
+    return not isinstance(value, (int, float)) and not all(identity.same(digested(one), value) for one in others)
 
 
 def _saved_as(variable: str, names: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,11 +1,8 @@
 """The job of the ranks of one run, and the files that they leave behind.
 
 folder/job.json           the job
-folder/ended.0.json       that its processes have ended: the exit code of the rank that failed, by its number. Under
-                          torchrun, which has one process for each rank, `ended.3.json` is of rank 3
-folder/built/             states: as newly built (of a run that resumes), where A saved or B resumed, at the end
-folder/resumed/
-folder/end/
+folder/ended.0.json       the exit code of the rank that failed, by its number; under torchrun one file for each rank
+folder/built/             states: as newly built, in `resumed/` where A saved or B resumed, in `end/` at the end
 folder/rank3.json         what rank 3 saw: its steps, checks of its shards, bytes of memory
 folder/rank3.phase        the phase that it is in
 folder/rank3.error.json   the error that ended it

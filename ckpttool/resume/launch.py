@@ -1,8 +1,7 @@
 """Starts the ranks of a run, and reports where they were if they do not finish.
 
-Each run has its own processes, forked from one that has imported torch; they share only files with those of another, so
-that what a recipe keeps elsewhere, and nothing restores, is gone when a run resumes. Processes that torchrun started do
-not train themselves: beside each is one that its rank is forked from.
+Each run has its own processes, forked from one that has imported torch: what a recipe keeps elsewhere, and nothing
+restores, is gone when a run resumes. Beside each process that torchrun started is one that its rank is forked from.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""Runs of a command: to the end without interruption, and resumed from where that had saved a step.
+"""Runs of a command: to the end without interruption (A), and resumed from where that had saved a step (B).
 
-    A         the command, to step `until`
-    B         begins where A had saved step `at`, in a copy of its output directory as it was then, or is stopped there
-              itself; is resumed, and trains on to step `until`
-    A2        A once more, if B differs: what it does not repeat is the command's doing, and is not judged
-    control   with a converted checkpoint: resumed from the one that the command wrote
-    control-* B in short, with one part of the state left out: see `controls`
-
-Each run has an output directory of its own. Checkpoints are compared by `diff`, and named causes are those of a trial.
+B begins in a copy of the output directory as it was then, or is stopped there itself. A2 is A once more, if B differs:
+what it does not repeat is the command's doing. With a converted checkpoint, the control resumes from the one that the
+command wrote; `control-*` are B in short, with one part of the state left out. Each has an output directory of its own.
 """
 
 from __future__ import annotations
@@ -85,8 +80,7 @@ def run(
 ) -> RunReport:
     """Run a command to its end, and again with a stop and a resume, and compare the checkpoints and the losses.
 
-    See `docs/reference/cli.md` for the options. Raises the errors of `ckpttool.errors`; a run B that hangs or fails
-    where A did not is a verdict and no error.
+    See `docs/reference/cli.md` for the options. A run B that hangs or fails where A did not is a verdict and no error.
     """
     began = time.monotonic()
     commands, way = _commands(list(command), resume_with, out)
@@ -128,7 +122,7 @@ def run(
             if not commands.uses("out"):
                 stack.enter_context(linked(out, os.path.join(folder, "out")))
         hook = inject_switches, observe, seed_env
-        starts = Starts(report, commands, checkpoints, folder, world, timeout, most, source, say, *hook)
+        starts = Starts(report, commands, checkpoints, folder, world, timeout, most, source, say, *hook, stack=stack)
         planned = _plan(starts)
         if way is not None and way.option is not None:
             say(f"B is resumed with `{way.shown()}`: {way.option.where}")
@@ -352,8 +346,7 @@ def _choose(starts: Starts, a: ScriptRun) -> None:
     asked = {"at": report.at or None, "until": report.until or None}
     if not all(asked.values()) and (chosen := window.choose(began, events, **asked, cross=report.cross)):
         report.at, report.until = chosen
-        cost, report.cost = report.cost, _cost(report)
-        report.cost.checkpoint_bytes = cost.checkpoint_bytes
+        report.cost = replace(_cost(report), checkpoint_bytes=report.cost.checkpoint_bytes)
         starts.tell(f"B will resume from step {report.at}, and be compared up to step {report.until}")
     if starts.hooked[a.name].count and report.at and report.until:
         report.crossed = window.crossed(began, events, report.at, report.until)

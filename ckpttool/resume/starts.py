@@ -14,7 +14,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpttool.analysis.losses import Losses, Output, read_log
 from ckpttool.analysis.saved_state import SavedState
@@ -88,6 +90,8 @@ class Starts:
     changing: Callable[[], Collection[str]] = tuple  # values that training changes
     misplaced: str | None = None  # why the checkpoint that B resumes from is of another step
     to_world: int | None = None  # ranks that B resumes on, if they are not as many as those of A
+    complete: set[Any] = field(default_factory=set)  # checkpoints that were seen to be
+    stack: ExitStack = field(default_factory=ExitStack)  # closes what is open for all of them
     _recording: str = ""  # the folder that the hook of the run that goes on writes to
 
     @property
@@ -122,7 +126,7 @@ class Starts:
         os.makedirs(self.out, exist_ok=True)
         os.makedirs(os.path.join(self.folder, name), exist_ok=True)
         pattern = self.commands.fill(self.pattern, out=".") if self.pattern is not None else None
-        self.seen[name] = Checkpoints(pattern, self.out, os.path.join(self.folder, name, kept))
+        self.seen[name] = Checkpoints(pattern, self.out, os.path.join(self.folder, name, kept), self.complete)
         return self.seen[name]
 
     def uninterrupted(self, name: str, world: int | None = None) -> ScriptRun:
@@ -204,13 +208,15 @@ class Starts:
         self._look_for_resume(run, saved)
 
     def taken(self, step: int, run: ScriptRun | None = None, *, counted: bool = False) -> int:
-        """Return how many optimizer steps A, or another run, had taken when it had saved a step. With `counted`, as
-        many as the optimizers in the checkpoint have if these are fewer: a save in the background is seen some steps
-        later."""
+        """Return how many optimizer steps A, or another run, had taken when it had saved a step. With `counted`, as the
+        optimizers in the checkpoint have if that is fewer: a save in the background is seen some steps later."""
         began = self.seen[run.name if run is not None else "A"].began().get(step)
         taken = began - 1 if began is not None else step
         path = (run.paths.get(step) if run is not None else self._of_a(step)) if counted else None
-        return min(int(max(counters(path), default=0)) or taken, taken) if path is not None else taken
+        if path is None:
+            return taken
+        with SavedState(path) as saved:
+            return min(int(max(counters(saved), default=0)) or taken, taken)
 
     def taken_by(self, step: int, *, counted: bool = False) -> dict[str, int]:
         """Return how many steps each optimizer of A had taken when it had saved a step, see `taken`."""
@@ -230,12 +236,8 @@ class Starts:
 
     def _look_for_resume(self, run: ScriptRun, saved: Mapping[int, Fingerprint]) -> None:
         """Look for what shows that a run left out the steps before its resume, or that it trained them again: they were
-        saved, or printed as often as in A, or its optimizers took as many steps as those of A from its start.
-
-        A script that forgets to load, or does not know the flag, trains from its start, and comes to the end of A. It
-        may print no loss and save at its end only. DCP takes a step to create the state that it loads, which could be
-        taken for that of the first step; and a command that was ended from outside has taken some too many.
-        """
+        saved, or printed as often as in A, or its optimizers took as many steps as those of A from its start. DCP takes
+        a step to create the state that it loads; a command that was ended from outside has taken some too many."""
         first, step = self.report.runs[0], run.resumed_at or 0
         now, expected, printed = self.seen[run.name].saved_before(step), self.printed(first), self.printed(run)
         count, in_all = (
@@ -337,16 +339,17 @@ class Starts:
                     self._price(nbytes(first))
                     priced = True
                 if not until and found.kept.keys() - looked:
-                    taken = inject.taken_in_all(hook)
+                    taken = inject.taken(hook)
                     began = {step: number for step, number in found.began().items() if found.is_over(step, taken)}
                     looked |= began.keys()
-                    if window.is_enough(began, inject.events(hook), self.report.at or None, self.report.cross):
+                    events = inject.events(hook, found.processes)
+                    if window.is_enough(began, events, self.report.at or None, self.report.cross):
                         found.last = max(began)
                         return
                 step = next((step for step in paths if until and step >= until), None)
                 if step is None or found.why_not(paths[step], self._of_a(step, run)) is not None:
                     continue
-                if found.is_kept_by_run() and step in found.kept and found.is_over(step, inject.taken_in_all(hook)):
+                if found.is_kept_by_run() and step in found.kept and found.is_over(step, inject.taken(hook)):
                     return  # a step after it is done
                 if (now := fingerprint(paths[step])) != last:
                     last, since = now, time.monotonic()
@@ -359,8 +362,8 @@ class Starts:
             self.report.notes.append(f"run {run.name} left processes running, which were ended: {process.left}")
 
     def _is_aborted_after_its_end(self, process: Process, run: ScriptRun) -> bool:
-        """Return whether processes were ended by a signal when the scripts of all ranks had come to their end, and add
-        a note: a process group that is not destroyed may abort one rank when another has gone."""
+        """Return whether processes were ended by a signal when the scripts of all ranks had come to their end, as by a
+        process group that is not destroyed, and add a note."""
         signals = {f"exitcode : -{number:d}" for number in _ABORTS}
         codes = {" ".join(code.split()) for code in _EXIT_CODE.findall(read_log(run.log))}
         is_aborted = -(process.poll() or 0) in _ABORTS or (codes & signals and codes <= {*signals, _TERMINATED})
@@ -402,8 +405,8 @@ class Starts:
 
     def _tell_progress(self, run: ScriptRun, seconds: float) -> None:
         """Say how many steps a run has taken, of how many and how long they take, as far as A shows what it saves."""
-        taken = inject.taken(self._recording)
-        steps = {step: number - 1 for step, number in self.seen["A"].began().items() if number and step > 0}
+        taken = max(inject.taken(self._recording).values(), default=0)
+        steps = {step: number - 1 for step, number in self.seen["A"].began("number").items() if number and step > 0}
         saved = max(steps, default=1)
         total = round(steps.get(saved, 0) / saved * ((self.report.until or saved) - (run.resumed_at or 0)))
         left = f" of about {total:,}, {duration(seconds / taken * (total - taken))} left" if 0 < taken < total else ""
@@ -431,15 +434,16 @@ class Starts:
         """Add the complete checkpoints and the losses of a run up to its last step, and what its hook wrote."""
         found, report, until = self.seen[run.name], self.report, self.report.until
         folder = os.path.join(self.folder, run.name, "hook")
-        hooked = inject.read(folder, self.hooked["A"].program if "A" in self.hooked else "")
+        hooked = inject.read(folder, self.hooked["A"].program if "A" in self.hooked else "", found.processes)
         self.hooked[run.name] = hooked
         report.settings += [one for one in hooked.switches if one not in report.settings]
         if not hooked.started and os.path.isdir(folder) and not any(_NO_HOOK in note for note in report.notes):
             report.notes += [f"run {run.name}: {_NO_HOOK}"] if self.inject or self.observe else []
         if hooked.processes and not hooked.count and not any(_NO_STEP in note for note in report.notes):
             report.notes.append(f"run {run.name}: {_NO_STEP}")
-        for one in hooked.failures:
-            report.note(f"run {run.name}: the hook could not do everything: {one}")
+        failed = [f"run {run.name}: the hook could not do everything: {one}" for one in hooked.failures]
+        report.notes += failed
+        report.unshown += failed
         run.checkpoints = [
             Saved(step, path, nbytes(path))
             for step, path in found.find().items()
@@ -479,10 +483,9 @@ class Starts:
             raise StorageError(message, hint="save less often, or compare fewer steps: `--until`")
 
 
-def counters(path: str) -> set[float]:
+def counters(saved: SavedState) -> set[float]:
     """Return the step counters of the optimizers in a checkpoint."""
-    with SavedState(path) as saved:
-        return {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
+    return {float(saved.tensors[one].as_float64()[0]) for one in saved.tensors if is_counter(one)}
 
 
 def _check_code(process: Process, run: ScriptRun) -> None:

@@ -173,13 +173,12 @@ def differing(before: RunState, after: RunState) -> dict[str, tuple[list[str], s
     return in_order(found)
 
 
-def same_batch(one: Any, other: Any) -> bool:
-    """Return whether two steps had the same batch: the inputs of modules, of which one may have more before them.
-
-    What a script shows its model when it saves, for a picture, it does not after a resume.
-    """
+def same_batch(one: Any, other: Any, *, has_fewer: bool = False) -> bool:
+    """Return whether two steps had the same batch: the inputs of modules, of which one may have more before them, as
+    what a script shows its model when it saves. With `has_fewer`, one may have had fewer micro batches, too."""
     if isinstance(one, str) and isinstance(other, str):
-        return bool(one and other) and (one.endswith(other) or other.endswith(one))
+        begins = has_fewer and (one.startswith(other) or other.startswith(one))
+        return bool(one and other) and (begins or one.endswith(other) or other.endswith(one))
     return bool(one == other)
 
 

@@ -1,9 +1,6 @@
-"""Compares what was seen in each step of two runs, and names the first difference.
+"""Compares what was seen in each step of two runs, by step, title and rank, and names the first difference.
 
-    {5: {"next batch": {0: "9f2c"}, "loss": {0: 2.71, 1: 2.69}, "gradient norm": {None: 0.53}}}
-
-By step, title and rank: what the ranks of a trial return, what the hook observes in a command (there by rank and
-optimizer), or the losses that a command prints.
+{5: {"next batch": {0: "9f2c"}, "loss": {0: 2.71, 1: 2.69}, "gradient norm": {None: 0.53}}}
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ def of_losses(losses: Iterable[Loss | Step]) -> Steps:
 def of_hook(hooked: Hooked, taken: Mapping[str, int] | int) -> Steps:
     """Return the steps that were observed in a command; `taken` are those before it began, of each optimizer.
 
-    A step without a batch and a loss trains nothing: DCP takes one to create the state of an optimizer that it loads.
-    An optimizer that is made once more when a run resumes is the one of its kind that is not there.
+    A step without a batch and a loss trains nothing, as that by which DCP creates the state of an optimizer. An
+    optimizer that is made anew when a run resumes is the one of its kind that is not there.
     """
     found: dict[int, dict[str, dict[Any, Any]]] = defaultdict(lambda: {title: {} for title in TITLES})
     for rank, steps in hooked.steps.items():
@@ -137,10 +134,8 @@ def compare_steps(
     prefix: str = "",
     why_not: str = "",
 ) -> RunDifference | None:
-    """Add a row for what was seen in the steps of two runs, and return a finding for the first difference.
-
-    Nothing counts from the step on at which it is `excused`, and with `why_not` nothing at all.
-    """
+    """Add a row for what was seen in the steps of two runs, and return a finding for the first difference. Nothing
+    counts from the step on at which it is `excused`, and with `why_not` nothing at all."""
     firsts: list[tuple[int, int, str]] = []
     for order, title in enumerate(titles):
         shared = _shared(before, after, title)

@@ -1,13 +1,8 @@
-"""The trial: train, save, resume, train on, and compare with the run that was not interrupted.
+"""The trial: a recipe trains, saves, resumes (B), trains on, and is compared with the run that was not interrupted (A).
 
-    A         trains `steps`, saves, trains `more`
-    B         resumes from that save after its route, in processes of its own, and trains `more`
-    A2        only where B differs: A once more; what it does not repeat is the script's doing, and is not judged
-    control   only where the meshes of A and B differ, as a reference: torch's DCP resumes there from its own save of A
-    alone     only where gradients are checked: one rank, the parameters of A's end, all of its batches
-
-B's state must be A's, bit for bit. On the same mesh so must be its steps. On another mesh nothing is summed in the same
-order, and B's steps must be those of the control. With checkpoints given, each is resumed and must be as the first.
+A2 repeats A where B differs. Where the meshes of A and B differ, torch's DCP resumes there from its own save of A, as a
+reference (control); where gradients are checked, one rank computes those of all batches (alone). With checkpoints
+given, each is resumed and must be as the first.
 """
 
 from __future__ import annotations
@@ -111,10 +106,8 @@ def trial(
 ) -> TrialReport:
     """Train, save, resume and train on, and compare every step. See `docs/reference/cli.md` for the options.
 
-    `via` may hold functions `f(source, destination)` beside the names of stages. `limit` is in seconds, for each phase
-    of a rank. `keep` is a folder for all that the runs leave behind, else it is removed. `tell` is called with a line
-    for each thing that is done. Raises the errors of `ckpttool.errors`; a run that hangs, or fails where A did not, is
-    a verdict and no error.
+    `via` may hold functions `f(source, destination)` beside the names of stages. `tell` is called with a line for each
+    thing that is done. A run that hangs, or fails where A did not, is a verdict and no error.
     """
     require("torch", "`verify-resume trial`")
     began = time.monotonic()

@@ -1,8 +1,7 @@
 """The steps between which a resume is compared: which are chosen, and what of training lies between them.
 
 A fault shows only where it is exercised: a sampler that forgets its epoch draws the right batches until the epoch ends.
-What happens is seen by the hook, with the number of optimizer steps that had begun; where a step of the command lies
-among those is known from the first optimizer step after its save.
+What happens is seen by the hook, at a number of optimizer steps; a step of the command lies where its save was seen.
 """
 
 from __future__ import annotations

@@ -134,6 +134,97 @@ def test_a_command_that_nothing_shows_to_resume_is_no_pass(fault: str) -> None:
         sparse("--fault", fault, at=2, until=4, resume_with=f"{words} --fault={fault}")
 
 
+HIDDEN = """
+import sys, torch
+class Warm(torch.optim.lr_scheduler.LambdaLR):
+    def state_dict(self):
+        raise NotImplementedError("it follows from the step")
+torch.manual_seed(0)
+model, data, step = torch.nn.Linear(4, 1), torch.randn(40, 4), 0
+optimizer = torch.optim.AdamW(model.parameters())
+if len(sys.argv) > 2:
+    state = torch.load(sys.argv[2])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    step = state["step"]
+schedule = Warm(optimizer, lambda epoch: 1.0)
+while step < 6:
+    loss = model(data[4 * step : 4 * step + 4]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    if step % 2 == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(state, f"{sys.argv[1]}/step_{step}.pt")
+"""
+
+
+def test_a_state_that_the_hook_could_not_record_is_not_proven(tmp_path: Path) -> None:
+    (tmp_path / "hidden.py").write_text(HIDDEN)
+    with forked_command.forked(str(tmp_path)):
+        report = run(
+            [sys.executable, str(tmp_path / "hidden.py"), "OUT"],
+            at=2, until=6, checkpoints="OUT/step_{step}.pt", resume_with="... {checkpoint}",
+        )  # fmt: skip
+    assert (report.verdict, report.exit_code) == ("unproven", 9), report.message
+    assert "run B: the hook could not do everything: begin step: NotImplementedError" in report.message
+
+
+BEFORE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10):
+    for (x,) in DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4):
+        model(x).sum().backward()
+        optimizer.step()
+"""
+AFTER = """
+import sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model, data, step = torch.nn.Linear(4, 1), torch.randn(40, 4), 0
+optimizer = torch.optim.AdamW(model.parameters())
+if len(sys.argv) > 2:
+    state = torch.load(sys.argv[2])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    step = state["step"]
+first, skipped = divmod(step, 10)
+for epoch in range(first, 3):
+    order = torch.Generator().manual_seed(epoch)
+    for at, (x,) in enumerate(DataLoader(TensorDataset(data), batch_size=4, shuffle=True, generator=order)):
+        if epoch > first or at >= skipped:
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            time.sleep(0.05)
+            print(f"step {step}: loss {loss.item():.6f}")
+            if step % 3 == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, f"{sys.argv[1]}/step_{step}.pt")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, {"at": 6, "until": 15}])
+def test_a_program_before_that_takes_more_steps_is_not_what_is_verified(given: dict[str, int], tmp_path: Path) -> None:
+    """Its epochs end, and its steps are counted, too: neither is of the training that saves."""
+    for name, text in (("before.py", BEFORE), ("after.py", AFTER)):
+        (tmp_path / name).write_text(text)
+    first, second = (shlex.join([sys.executable, str(tmp_path / name)]) for name in ("before.py", "after.py"))
+    script = f'{first}; exec {second} "$@"'
+    report = run(
+        ["sh", "-c", script, "sh", "OUT"], checkpoints="OUT/step_{step}.pt", resume_with="... {checkpoint}", **given
+    )
+    assert (report.verdict, "epoch" in report.crossed) == ("same", True), report.message
+    assert "hook did not see" not in str(report.notes) and report.until <= 30
+
+
 def test_what_is_printed_or_saved_before_the_stop_shows_the_resume() -> None:
     assert sparse("--print", "step {step}: loss {loss}", at=2, until=4).verdict == "same"
     # Losses without a step are counted from the resume on, and are not those of the first steps.

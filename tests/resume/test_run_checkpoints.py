@@ -126,7 +126,10 @@ def test_what_another_rank_wrote_later_belongs_to_the_last_checkpoint(tmp_path: 
         keeper.keep(1, step)
         saved(out / f"at-{step}" / "state.safetensors")
     assert [*found.find()] == [1, 2]
-    assert (found.is_over(2, 2), found.is_over(2, 3)) == (False, True)
+    # Of another program of the command, which came before, more steps are no step of this one.
+    own, before = str(os.getpid()), {"1": 9}
+    assert [found.is_over(2, {**before, own: taken}) for taken in (2, 3)] == [False, True]
+    assert not found.is_over(2, before) and found.processes == {own}
     for checkpoint in found.find().values():
         assert sorted(os.listdir(checkpoint)) == ["own.safetensors", "state.safetensors"]
     assert found.find()[2] == str(out / "at-2")

@@ -10,6 +10,8 @@ from support.resume_corpus import CORPUS, WRONG, Fault, Script, verify
 from support.resume_oracle import differing
 from support.resume_record import PAGE, recorded, with_table
 
+from ckpttool.resume.explain import Explanation
+
 _STARTED = ("average beside:average",)
 _QUICK = (
     *("phases, kept", "phases, kept:moments", "phases, at their end:weights"),
@@ -50,6 +52,15 @@ def test_what_is_said_of_a_script(script: Script, fault: Fault | None) -> None:
     if before is not None:
         again = "run tests/support/measure_faults.py --record"
         assert (outcome.verdict, outcome.grade) == (before.verdict, before.grade), (again, outcome.message)
+
+
+@pytest.mark.long
+def test_ranks_whose_state_was_not_seen_are_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others had may be in no checkpoint."""
+    monkeypatch.setattr(Explanation, "after_save", lambda self, name: None)
+    script = next(one for one in CORPUS if one.name == "values of ranks, ddp")
+    outcome = verify(script, is_forked=True)
+    assert outcome.verdict == "unproven" and "did not see the state of run A" in outcome.message
 
 
 @pytest.mark.long

@@ -17,6 +17,7 @@ import torch
 
 from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site import keep
+from ckpttool.resume.observe.site.state import joined
 from ckpttool.resume.observe.site.variables import Variables
 from ckpttool.resume.steps import changed_by_saves
 
@@ -48,7 +49,7 @@ def test_each_step_is_seen(folder: Path, seen: tuple[inject.Hooked, list[str]]) 
     hooked, lines = seen
     assert not hooked.failures and hooked.processes == 1
     assert hooked.count == 9  # three steps of two optimizers, and of the one that steps them
-    assert inject.taken(str(folder / "hook")) == 3
+    assert [*inject.taken(str(folder / "hook")).values()] == [9]
     assert "torch.manual_seed(0 + rank)" in hooked.switches
     # The optimizer that steps two others is not a third.
     steps = hooked.steps[0]
@@ -185,6 +186,11 @@ def test_programs_of_one_command_are_told_apart(tmp_path: Path, seen: tuple[inje
         assert (hooked.program, hooked.count) == (own, count)
         assert {event for event, _ in hooked.events} == {own}
         assert {one.step for one in hooked.steps[0]} <= ({7, 8} if own == "train.py" else {9})
+    # That which saves is the one that is verified, and not one before it that takes more steps.
+    assert inject.read(str(tmp_path), "", {"9"}).program == "average.py"
+    # While they run, by what each process has done.
+    assert inject.taken(str(tmp_path)) == {"7": 5, "8": 3, "9": 4}
+    assert inject.events(str(tmp_path), {"9"}) == [("average.py", 1)]
 
 
 @pytest.mark.long
@@ -291,19 +297,49 @@ def test_what_a_script_keeps_is_looked_at_without_a_call_of_it(monkeypatch: pyte
             calls.append(name)
             raise AttributeError(name)
 
+    class Proxy:
+        """As of a request, outside of which it is nothing."""
+
+        @property
+        def __class__(self) -> type:
+            calls.append("class")
+            raise RuntimeError("there is no request")
+
+        @property
+        def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+            calls.append("dict")
+            raise RuntimeError("there is no request")
+
+    class Counters:
+        __slots__ = ("best", "step")
+
+        def __init__(self) -> None:
+            self.step = 7
+
     loop: list[object] = []
     loop.append(loop)
     gone = weakref.proxy(Source())
     kept = {"order": Shuffled([3, 1]), "all": [Shuffled([2])], "lazy": Lazy(seen=4), "sources": [Source()]}
+    kept |= {"proxy": Proxy(), "proxies": [Proxy()], "counters": Counters()}
     monkeypatch.setattr(sys.modules["__main__"], "kept", {"gone": gone, "loop": loop, **kept}, raising=False)
     found = Variables(torch, ()).find((), {}, ())["variables"]
-    assert {name: found[f"kept.{name}"] for name in ("order", "all", "lazy.seen", "sources")} == {
+    assert {name: found[f"kept.{name}"] for name in ("order", "all", "lazy.seen", "sources", "counters.step")} == {
         "order": [3, 1],
         "all": [[2]],
         "lazy.seen": 4,
         "sources": ["Source"],
+        "counters.step": 7,
     }
     assert calls == []
+
+
+def test_many_small_tensors_are_looked_at_as_few() -> None:
+    small = [torch.full((2, 2), float(one)) for one in range(5_000)]
+    halves, large = torch.ones(3, dtype=torch.bfloat16), torch.arange(1 << 13)
+    every = [*joined(torch, [*small[:100], halves, large, *small[100:]])]
+    first, second, third, fourth = every
+    assert first is large and torch.equal(third, halves)
+    assert torch.equal(torch.cat([second, fourth]), torch.cat([one.reshape(-1) for one in small]))
 
 
 def test_many_values_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:

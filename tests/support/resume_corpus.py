@@ -1607,6 +1607,37 @@ CORPUS = (
             Fault("base rates", "a base rate of the scheduler changed", r"scheduler.*base_lrs"),
         ),
     ),
+    Script(
+        "packing",
+        "documents packed into sequences that grow, a shuffle buffer, a loss weight in a closure, counts in tensors",
+        ("train_packing.py", "--out", "OUT"),
+        "OUT/pack-{step}.pt",
+        (
+            Fault("rest of a document", "what was left of a document lost", r"\brest\b|\bdata\b|batch"),
+            Fault("shuffle buffer", "the shuffle buffer lost", r"buffer.*document"),
+            Fault("order of the buffer", "the generator of the buffer not restored", r"generator `source.order`"),
+            Fault("weight of the loss", "the weight of the loss in a closure reset", r"`other\.weight`.*1\.0 and not"),
+            Fault("length of sequences", "the sequences begin short again", r"\blength\b"),
+            Fault("tokens", "the count of tokens reset", r"`numbers/tokens`|numbers\.tokens"),
+            Fault("one step on", "one step skipped", r"numbers.step"),
+        ),
+    ),
+    Script(
+        "mixing",
+        "mixup and masks from generators of their own, smoothed targets, warm restarts",
+        ("train_mixing.py", "--out", "OUT"),
+        "OUT/mix-{step}.pt",
+        (
+            Fault("place since the restart", "the place since a warm restart reset", r"scheduler.*T_cur"),
+            Fault("generator of mixup", "the generator of mixup not restored", r"generator `mix`"),
+            Fault("generator of masks", "the generator of masks not restored", r"generator `mask`"),
+            Fault("smoothing", "how smooth the targets are reset", r"smoothing"),
+            Fault("momentum of BatchNorm", "the momentum of BatchNorm changed", r"\bmomentum\b.*0\.01 and not 0\.1"),
+            Fault("nesterov", "Nesterov's momentum switched off", r"`nesterov` of parameter group 0"),
+        ),
+        at=6,
+        until=12,
+    ),
     *(
         Script(
             name,

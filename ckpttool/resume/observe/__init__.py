@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,14 +38,12 @@ def environment(
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
 
-    The state is recorded where the steps in `states` begin, counted from 1 in each process. `keep` is the output
-    directory and the folder in which it is kept as it is after each save; in a run that was not resumed, the state is
-    recorded where the first step after each save begins, too; with `is_rounded`, also as it is in smaller dtypes. With
-    `is_backwards` directories are listed in the opposite order; with `is_by_sample` each sample has a digest.
-    With no `seed`, no switch is set. A run that resumes should have another seed than the run from its start: a script
-    that seeds nothing and restores nothing would otherwise draw the numbers of the start again, and seem to be right,
-    as would one whose data come from a set. Of ranks `known[0]` and above nothing was saved, and their seed is
-    `known[1]`. What the user has set is kept. `control` names the part of the state left out (`site/control.py`).
+    The state is recorded where the steps in `states` begin, counted from 1 in each process, and in a run that was not
+    resumed where the first step after each save begins; with `is_rounded`, also as it is in smaller dtypes. `keep` is
+    the output directory and the folder in which it is kept. With no `seed`, no switch is set. A run that resumes has
+    another one than the run from its start, and `is_backwards`: what a script does not restore must not come out right
+    by chance. Of ranks `known[0]` and above nothing was saved, and their seed is `known[1]`. What the user has set is
+    kept. `control` names the part of the state left out (`site/control.py`).
     """
     if seed is None and not observe:
         return {}
@@ -104,15 +102,9 @@ class Hooked:
     program: str = ""  # that these steps are of, where a command runs several
 
 
-def taken(folder: str) -> int:
-    """Return how many steps one optimizer of a process has taken that trained something, at most."""
-    every = letters(folder).values()
-    return max((own.count(one) for own in every for one in {*own} - {ord("-")}), default=0)
-
-
-def taken_in_all(folder: str) -> int:
-    """Return how many steps that trained something all optimizers of a process have taken together, at most."""
-    return max((len(own) - own.count(b"-") for own in letters(folder).values()), default=0)
+def taken(folder: str) -> dict[str, int]:
+    """Return how many steps that trained something all optimizers of each process have taken together."""
+    return {process: len(own) - own.count(b"-") for process, own in letters(folder).items()}
 
 
 def letters(folder: str) -> dict[str, bytes]:
@@ -129,9 +121,10 @@ def _process(path: str) -> str:
     return path.removesuffix(".json").removesuffix(".jsonl").rpartition(".")[2]
 
 
-def events(folder: str) -> list[tuple[str, int]]:
-    """Return what happened beside the steps in a process of rank 0, and after how many steps."""
-    return [(one["event"], one["at"]) for found in _recorded(folder).values() for one in found if "event" in one]
+def events(folder: str, processes: Collection[str]) -> list[tuple[str, int]]:
+    """Return what happened beside the steps in some processes, and after how many steps."""
+    every = (found for process, found in _recorded(folder).items() if process in processes)
+    return [(one["event"], one["at"]) for found in every for one in found if "event" in one]
 
 
 def _recorded(folder: str) -> dict[str, list[dict[str, Any]]]:
@@ -140,16 +133,17 @@ def _recorded(folder: str) -> dict[str, list[dict[str, Any]]]:
     return {_process(path): [*documents(path)] for path in sorted(paths, key=os.path.getmtime)}
 
 
-def read(folder: str, program: str = "") -> Hooked:
+def read(folder: str, program: str = "", saved: Collection[str] = ()) -> Hooked:
     """Return what the hook has written to a folder: of the processes of one program, if they took a step, or else of
-    that which took the most."""
+    that whose processes have `saved`, or of that which took the most."""
     every, counted = _recorded(folder), letters(folder)
     programs = {one: next((each["program"] for each in own if "program" in each), "") for one, own in every.items()}
     counts: dict[str, int] = {}
     for process in counted:
         name = programs.get(process, "")
         counts[name] = max(len(counted[process]), counts.get(name, 0))
-    program = program if program in counts else max(counts, key=lambda one: counts[one], default="")
+    own = [program, *(programs[one] for one in saved if one in programs)]
+    program = next((one for one in own if one in counts), max(counts, key=lambda one: counts[one], default=""))
     others = {process for process, name in programs.items() if name in counts and name != program}
     hooked = Hooked(started=os.path.exists(os.path.join(folder, "started")), program=program)
     for process, found in every.items():

@@ -1,8 +1,7 @@
 """Computes the gradients that a mesh reduces, and those of one rank on the batches of all ranks.
 
 At the end of a run the model gets its last batch once more, without dropout, and a sum of its outputs with fixed
-weights is differentiated, so that no loss of the recipe is needed. One rank with the same parameters and the
-concatenated batches of all ranks must compute the same gradients, up to the order of additions.
+weights is differentiated. One rank with the same parameters and the batches of all ranks must get the same gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Observes the steps of a rank by hooks: the batch, the gradient norm, the loss, the parameters.
-
-before the model's forward      a digest of its inputs
-before the optimizer's step     the norm of the gradients over the whole mesh
-after the step                  the loss, and a digest of the local parameters
+"""Observes the steps of a rank by hooks: the batch, the gradient norm over the mesh, the loss, the parameters.
 
 The shapes and bytes of its shards are checked against their placements, by arithmetic independent of torch.
 """

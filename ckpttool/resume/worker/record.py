@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ckpttool.analysis.saved_state import leaves
 from ckpttool.catalogue import parts
 from ckpttool.layout.rename import strip_wrappers
 from ckpttool.resume.job import write
-from ckpttool.resume.observe.site.state import digest, tied
+from ckpttool.resume.observe.site.state import box_of, digest, tied
 from ckpttool.resume.worker.setup import Built, captured, sha256, sha256_of
 from ckpttool.training import collectives
 
@@ -122,9 +121,9 @@ def _shard(value: Any) -> tuple[Any, torch.Tensor | None]:
     """Return this rank's shard and before it its box, `[[4, 0], [4, 13]]`; None for a box that is empty, or where the
     tensor is not sharded."""
     if isinstance(value, DTensor):
-        sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        box = None if 0 in sizes else [list(offsets), list(sizes)]
-        return box, value.to_local() if box is not None or 0 in value.shape else None
+        box = box_of(value)
+        is_empty = 0 in box[1]
+        return None if is_empty else box, value.to_local() if not is_empty or 0 in value.shape else None
     if not isinstance(value, ShardedTensor):
         return None, value
     for shard in value.local_shards():

@@ -1,8 +1,5 @@
-"""The processes of ranks, and what each does from its start to its end; see `Job`.
-
-One process imports torch, and the ranks of each run are forked from it. A rank has phases with a time limit, and says
-where it was when it fails.
-"""
+"""The processes of ranks, and what each does from its start to its end: one imports torch, and those of each run are
+forked from it. A rank has phases with a time limit, and says where it was when it fails."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """A rank before anything is trained: process group, mesh, determinism, seeds, what the recipe builds, and its random
-number generators.
-
-An RNG state is nested values that every format keeps: `{"python": {"version": 3, "state": tensor}, "torch": tensor}`.
-States that other programs saved as tuples and arrays are read as well.
+number generators, whose states are nested values that every format keeps. Those that other programs saved as tuples and
+arrays are read as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Leaves out one part of what a script has restored, so that a comparison is seen to notice it.
 
-What each control does is in `Perturbation`; how many tensors, generators, schedulers and batches it has changed is
-recorded. It acts where training goes on, after all that the script itself restores,
-and changes nothing but the state of its process.
+How many tensors, generators, schedulers and batches it has changed is recorded. It acts where training goes on, after
+all that the script itself restores.
 """
 
 import random

@@ -10,6 +10,7 @@ It runs in the environment of the script: nothing of ckpttool can be imported, a
 No collective is called and no random number is drawn, so that training takes the same course as without it.
 """
 
+import array
 import atexit
 import dis
 import functools
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 
 from .control import Perturbation
 from .keep import Keeper
-from .state import DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, local, rank, rng, sha, write
+from .state import DIGITS, Recorder, digest, elements, flat_on_cpu, has_elements, joined, local, rank, rng, sha, write
 from .variables import Variables
 
 Note = Callable[[str, BaseException], None]
@@ -115,9 +116,7 @@ class Observer:
     """Observes the steps of all optimizers of a process, and counts them.
 
     The loss is the root of a backward pass. The batch is what the outermost module was given, without what has a
-    gradient of its own; what the data loaders gave since the step before is recorded beside it. Unless it is to
-    `observe`, only the state is recorded where the steps in `states` begin, and in a run that was not resumed the first
-    step after each save; of one that was, nothing after the last of the steps.
+    gradient of its own; what the data loaders gave since the step before is recorded beside it.
     """
 
     def __init__(self, settings: Mapping[str, Any], note: Note, torch: Any, keeper: Keeper | None = None) -> None:
@@ -153,7 +152,8 @@ class Observer:
         """Hook into backward passes, modules, data loaders and optimizers."""
         for what in (self._watch_backward, self._watch_modules, self._watch_loaders, self._watch_optimizers):
             self._try(what)
-        self._try(self._watch_loads)
+        for path, name in (("", "load"), ("nn.Module", "load_state_dict")):
+            self._try(self._watch_load, self._torch, name, path)
 
     @property
     def _is_over(self) -> bool:
@@ -210,18 +210,15 @@ class Observer:
 
         self._torch.nn.Module.__call__ = observed
 
-    def _watch_loads(self) -> None:
-        """Watch what restores a state: a forward pass before it, as one that creates lazy parameters, is of no step."""
-        for owner, name in ((self._torch, "load"), (self._torch.nn.Module, "load_state_dict")):
-            self._watch_load(owner, name)
-
     def watch_dcp(self) -> None:
         """Watch what DCP loads into: a dict that a script made for it."""
         for name in ("torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint"):
             if hasattr(sys.modules.get(name), "load"):
                 self._try(self._watch_load, sys.modules[name], "load")
 
-    def _watch_load(self, owner: Any, name: str) -> None:
+    def _watch_load(self, owner: Any, name: str, path: str = "") -> None:
+        """Watch what restores a state: a forward pass before it, as one that creates lazy parameters, is of no step."""
+        owner = operator.attrgetter(path)(owner) if path else owner
         load: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(load)
@@ -369,12 +366,10 @@ class Observer:
         for entry in self._stepping:
             entry[1] = True
         self._stepping.append([optimizer, False])
-        squares = 0.0
-        for gradient in (one.grad for group in optimizer.param_groups for one in group["params"]):
-            if gradient is not None:
-                own = local(gradient.detach())
-                squares += _square(self._torch, own.coalesce().values() if own.is_sparse else own)
-        self._norm = math.sqrt(squares)
+        every = (one.grad for group in optimizer.param_groups for one in group["params"])
+        own = (local(one.detach()) for one in every if one is not None)
+        dense = joined(self._torch, (one.coalesce().values() if one.is_sparse else one for one in own))
+        self._norm = math.sqrt(sum(_square(self._torch, one) for one in dense))
 
     def _after_step(self, optimizer: Any) -> None:
         own, of_others = self._stepping.pop()
@@ -414,8 +409,10 @@ class Observer:
         return self._names[id(optimizer)]
 
     def _parameters(self, optimizer: Any) -> str:
-        tensors = (one for group in optimizer.param_groups for one in group["params"])
-        return sha("".join(digest(self._torch, one)["sha256"] for one in tensors).encode())
+        tensors = [local(one.detach()) for group in optimizer.param_groups for one in group["params"]]
+        every = [digest(self._torch, one)["sha256"] for one in joined(self._torch, tensors)]
+        shapes = array.array("q", (size for one in tensors for size in (one.ndim, *one.shape)))
+        return sha("".join(every).encode() + shapes.tobytes())
 
     def _given(self, values: Any) -> Iterator[Any]:
         """Yield the tensors in nested values that have no gradient."""
@@ -460,8 +457,8 @@ def _square(torch: Any, tensor: Any) -> float:
 
 def _plain(values: Any) -> Any:
     """Return nested values with mappings of other classes, such as a tokenizer's batch, as dicts."""
-    if isinstance(values, Mapping):
+    if issubclass(type(values), Mapping):
         return {str(key): _plain(value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
+    if issubclass(type(values), (list, tuple)):
         return [_plain(value) for value in values]
     return values

@@ -4,9 +4,8 @@
     snapshots/<time>.<pid>.json  the directory as it was, one file for each save
 
 A save is anything that has changed but files that only grow, as logs do. In the process of a script the directory is
-looked at where a step of an optimizer begins: what belongs to the step before is written by then. It is also looked at
-before Python opens a file in it for writing, replaces or removes one, which a script without steps does, too. This
-module needs the standard library alone.
+looked at where a step of an optimizer begins, by which what belongs to the step before is written, and before Python
+opens a file in it for writing, replaces or removes one. This module needs the standard library alone.
 """
 
 import functools
@@ -95,7 +94,7 @@ class Keeper:
             elif (version := self._version(versions, name, now)) is not None:
                 status = os.stat(os.path.join(versions, version))
                 files[name] = [version, status.st_size, status.st_mtime_ns, name in growing]
-        record = {**moment, "files": files, "links": links, "folders": folders}
+        record = {**moment, "process": str(os.getpid()), "files": files, "links": links, "folders": folders}
         path = os.path.join(snapshots, f"{time.time_ns()}.{os.getpid()}.json")
         with open(f"{path}.tmp", "w", encoding="utf-8") as stream:
             json.dump(record, stream)
@@ -201,7 +200,7 @@ def snapshots(folder: str) -> list[str]:
 
 def moment(snapshot: str, key: str = "step") -> Any:
     """Return the `step` that began at a snapshot, its `number` or what was `taken` before; None if another process
-    made it than the run itself."""
+    made it than the run itself, which is its `process`."""
     with open(snapshot, encoding="utf-8") as stream:
         return json.load(stream)[key]
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -52,28 +53,23 @@ def list_backwards() -> None:
     system: Any = os
     listdir, scandir = os.listdir, os.scandir
 
-    class Backwards:
+    class Backwards(closing[Any]):
         """The entries of a directory, as `os.scandir` returns them: an iterator that is closed."""
+
+        thing: Any
 
         def __init__(self, path: Any = ".") -> None:
             with scandir(path) as entries:
-                self._left = [*entries]
+                super().__init__(one for one in [*entries][::-1])
 
         def __iter__(self) -> Any:
-            return self
+            return self.thing
 
         def __next__(self) -> Any:
-            if not self._left:
-                raise StopIteration
-            return self._left.pop()
+            return next(self.thing)
 
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self._left.clear()
-
-        close = __exit__
+        def close(self) -> None:
+            self.thing.close()
 
     system.listdir = lambda path=".": listdir(path)[::-1]
     system.scandir = Backwards

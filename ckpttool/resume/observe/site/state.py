@@ -3,10 +3,8 @@
     state.<n>.<pid>.json    weights, buffers, optimizer state, hyperparameters, schedulers, scalers, RNG, batches
 
 A digest depends on the place of each element, its dtype and its shape. Modules, optimizers, schedulers and scalers are
-all that live in the process, so that averaged weights which no optimizer trains are recorded too. Buffers and RNG
-states are recorded where the forward pass of that step begins, too: it draws numbers, and writes to buffers. Of a run
-that repeats another one, the digests of its values in smaller dtypes are recorded beside: what a save may have made of
-them; of one that begins, those of values that such a dtype has exactly.
+all that live in the process. Buffers and RNG states are recorded where the forward pass of that step begins, too: it
+draws numbers, and writes to buffers. Of values, digests in smaller dtypes show what a save may have made of them.
 """
 
 import array
@@ -382,13 +380,12 @@ def spelt(torch: Any, tensor: Any) -> str:
 def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str, Any]:
     """Return the dtype, the shape and the digest of a tensor of this rank, and its number if it is one.
 
-    With `rounded` also the digests of float32 values that were rounded to smaller dtypes, as `bfloat16` and `float16`,
-    and `exact`, those of the dtypes that have all of the values; if it is False, the digests in these alone.
-    """
+    With `rounded` also the digests of float32 values in smaller dtypes, rounded, and `exact`, the dtypes that have all
+    of the values; if it is False, the digests in these alone."""
     record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     with suppress(Exception):  # of a class of tensors that is in no mesh
         if hasattr(tensor, "placements"):
-            record["box"] = _box(tensor)
+            record["box"] = box_of(tensor)
     try:
         with torch.no_grad():
             record |= _elements(torch, tensor.detach())
@@ -402,7 +399,20 @@ def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str,
     return record
 
 
-def _box(tensor: Any) -> tuple[list[int], list[int]]:
+def joined(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yield tensors, small ones of a dtype as one: of thousands, a call for each takes longer than all that it does."""
+    few: dict[Any, list[Any]] = {}
+    for one in tensors:
+        if one.numel() > FEW or not _is_on_cpu(one):
+            yield one
+            continue
+        few.setdefault(one.dtype, []).append(one)
+        if len(few[one.dtype]) == FEW:
+            yield torch._C._nn.flatten_dense_tensors(few.pop(one.dtype))
+    yield from map(torch._C._nn.flatten_dense_tensors, few.values())
+
+
+def box_of(tensor: Any) -> tuple[list[int], list[int]]:
     """Return the offsets and the sizes of what this rank has of a tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -467,6 +477,12 @@ def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
     return int((mixed ^ (mixed >> 29)).sum()), bool(words.any())
 
 
+def is_of(one: Any, *kinds: Any) -> bool:
+    """Return whether something is of one of some classes, and not what it says: of a proxy that is a call, which may
+    fail."""
+    return issubclass(type(one), kinds)
+
+
 def each_of(items: Any) -> Iterator[Any]:
     """Return an iterator as that of the base: where a class of a script is iterated over, it may draw a number."""
     return next(kind.__iter__(items) for kind in (list, tuple, deque) if issubclass(type(items), kind))
@@ -478,10 +494,10 @@ def plain(value: Any) -> Any:
     is_number = value.numel() == 1 if hasattr(type(value), "numel") else type(value).__module__ == "numpy"
     if is_number and hasattr(type(value), "item"):  # another class may change with a call of that
         value = value.item()
-    if isinstance(value, (list, tuple, deque)):
+    if is_of(value, list, tuple, deque):
         value = [plain(one) for one in each_of(value)]
-    elif isinstance(value, dict):
+    elif is_of(value, dict):
         value = {str(key): plain(one) for key, one in dict.items(value)}
-    elif callable(value) or not isinstance(value, PLAIN):
+    elif callable(value) or not is_of(value, *PLAIN):
         value = type(value).__name__
     return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

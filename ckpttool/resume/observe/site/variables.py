@@ -12,13 +12,14 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
 
-from .state import FEW, PLAIN, each_of, plain, sha, spelt
+from .state import FEW, PLAIN, each_of, is_of, plain, sha, spelt
 
 _LOOSE, _ITEM = 1 << 30, 1 << 11  # bytes of tensors in no module, and for an item of a list, that have digests
+_OF_NUMPY = ("numpy.random._generator.Generator", "numpy.random.mtrand.RandomState")
 _DEEP = 3  # dicts and objects in each other in which values of a variable are looked for
 _FOLDER = os.path.dirname(__file__)
 
@@ -36,6 +37,7 @@ class Variables:
         self._left, self._left_out, self._own = _LOOSE, {*left_out}, set[str]()
         self._values, self._generators = dict[str, Any](), dict[str, str]()
         self._loose: dict[int, str] = {}
+        self._descriptors: dict[int, list[tuple[str, Any]]] = {}  # by the id of a class, of its `__dict__` and slots
 
     def find(self, tensors: Iterable[Any], gradients: dict[str, Any], objects: Iterable[Any]) -> dict[str, Any]:
         """Return the `loose` tensors; the plain values of `variables`, and in them those of the `gradients`; which of
@@ -72,7 +74,7 @@ class Variables:
             if type(one) in ProxyTypes or type(one).__name__ == "_LazyModule":  # which is loaded when it is looked at
                 continue
             self._look_at(name, one)
-            is_end = depth == _DEEP or (depth and (isinstance(one, self._kinds) or len(self._values) > FEW))
+            is_end = depth == _DEEP or (depth and (is_of(one, *self._kinds) or len(self._values) > FEW))
             if is_end or id(one) in self._left_out:
                 continue
             inside = dict[Any, Any]()
@@ -81,38 +83,57 @@ class Variables:
             if inside:
                 self._left_out.add(id(one))
                 few = [*inside.items()][:FEW]
-                inner = {f"{name}.{key}": each for key, each in few if isinstance(key, (str, int))}
+                inner = {f"{name}.{key}": each for key, each in few if is_of(key, str, int)}
                 inner = {key: each for key, each in inner.items() if key not in names}
                 names.update(inner)  # `|=` with keys would make the whole set anew
                 places.extend((key, each, depth + 1) for key, each in inner.items())
                 is_own = name in self._own and not self._is_of_library(type(one))
-                self._own.update(inner if is_own or isinstance(one, self._kinds[:2]) else ())
+                self._own.update(inner if is_own or is_of(one, *self._kinds[:2]) else ())
 
     def _inside(self, one: Any, depth: int) -> dict[Any, Any]:
         """Return what is in a variable by name: in dicts, objects, closures, a script's classes and modules."""
-        if isinstance(one, (list, tuple, deque)):
+        if is_of(one, list, tuple, deque):
             items = dict(enumerate(each_of(one))) if len(one) < FEW else {}
             return items if any(id(each) in self._loose for each in items.values()) else {}
-        if isinstance(one, dict):
+        if is_of(one, dict):
             return dict(dict.items(one))
-        if isinstance(one, (FunctionType, MethodType)):
+        if is_of(one, FunctionType, MethodType):
             function = getattr(one, "__func__", one)
             cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             is_own = not function.__code__.co_filename.startswith(self._libraries)
             return {name: cell.cell_contents for name, cell in cells} if is_own else {}
-        if isinstance(one, (ModuleType, type)):
-            is_own = not depth and self._file_of(one) != "" and not self._is_of_library(one)
+        if is_of(one, ModuleType, type):
+            is_own = not depth and self._is_own(one)
             is_code = (ModuleType, property, classmethod, staticmethod)
             own = {key: each for key, each in vars(one).items() if is_own and key[:2] != "__"}
-            return {key: each for key, each in own.items() if not callable(each) and not isinstance(each, is_code)}
-        if isinstance(one, self._kinds[:2]):
-            kinds = (float, self._torch.Generator) if self._is_of_library(type(one)) else object
-            own = {key: each for key, each in vars(one).items() if key not in self._of_all and isinstance(each, kinds)}
-            return {key: own[key] for key in own if key[0] != "_" or isinstance(one, self._kinds[0])}
-        return dict(vars(one))
+            return {key: each for key, each in own.items() if not callable(each) and not is_of(each, *is_code)}
+        own = self._attributes(one)
+        if is_of(one, *self._kinds[:2]):
+            kinds = (float, self._torch.Generator) if self._is_of_library(type(one)) else (object,)
+            own = {key: each for key, each in own.items() if key not in self._of_all and is_of(each, *kinds)}
+            return {key: own[key] for key in own if key[0] != "_" or is_of(one, self._kinds[0])}
+        return own
+
+    def _attributes(self, one: Any) -> dict[str, Any]:
+        """Return what an object has in its `__dict__` and in slots, whatever its class says that it has."""
+        found, cls = dict[str, Any](), type(one)
+        if id(cls) not in self._descriptors:
+            every = [(base, *row) for base in cls.__mro__[::-1] for row in vars(base).items()]
+            dicts = [(key, each) for _, key, each in every if key == "__dict__" and is_of(each, GetSetDescriptorType)]
+            slots = [
+                (key, each) for base, key, each in every if is_of(each, MemberDescriptorType) and self._is_own(base)
+            ]
+            self._descriptors[id(cls)] = [*dicts, *slots]
+        for name, each in self._descriptors[id(cls)]:
+            with suppress(AttributeError):  # a slot that is empty
+                found |= each.__get__(one) if name == "__dict__" else {name: each.__get__(one)}
+        return found
+
+    def _is_own(self, one: Any) -> bool:
+        return self._file_of(one) != "" and not self._is_of_library(one)
 
     def _file_of(self, one: Any) -> str:
-        module = one if isinstance(one, ModuleType) else sys.modules.get(one.__module__)
+        module = one if is_of(one, ModuleType) else sys.modules.get(str(one.__module__))
         return "__main__" if module is sys.modules["__main__"] else getattr(module, "__file__", None) or ""
 
     def _is_of_library(self, one: Any) -> bool:
@@ -121,22 +142,22 @@ class Variables:
     def _look_at(self, name: str, one: Any) -> None:
         """Take a value, the state of a generator, or what has the elements of a tensor."""
         with suppress(Exception):  # of a class that does not like to be looked at, or of a dtype that torch has not
-            if isinstance(one, self._torch.Generator):
+            if is_of(one, self._torch.Generator):
                 self._generators[name] = sha(bytes(one.get_state().tolist()))  # of what is gone, there are no bytes
                 self._spell(one, one.get_state())
-            elif isinstance(one, random.Random):
+            elif is_of(one, random.Random):
                 self._generators[name] = sha(repr(one.getstate()).encode())
-            elif type(one).__module__.startswith("numpy.random") and type(one).__name__ in ("Generator", "RandomState"):
+            elif f"{type(one).__module__}.{type(one).__name__}" in _OF_NUMPY:
                 state = one.bit_generator.state if hasattr(one, "bit_generator") else one.get_state()
                 self._generators[name] = sha(repr(state).encode())
             elif type(one).__name__ == "ndarray" and id(one) not in self._loose and one.nbytes <= self._left:
                 self._spell(one, self._torch.from_numpy(one))
             if id(one) in self._loose:
                 self._values[name] = self._loose[id(one)]
-            elif isinstance(one, (list, deque)) and len(one) < FEW and len(one) * _ITEM <= self._left:
+            elif is_of(one, list, deque) and len(one) < FEW and len(one) * _ITEM <= self._left:
                 self._left -= len(one) * _ITEM
                 self._values[name] = [*map(plain, each_of(one))]  # whole, as a checkpoint has it
-            elif isinstance(one, PLAIN):
+            elif is_of(one, *PLAIN):
                 self._values[name] = plain(one)
 
     def _spell(self, one: Any, tensor: Any) -> None:
