@@ -63,6 +63,11 @@ def plural(n: int, word: str) -> str:
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
+def none_or(n: int, word: str) -> str:
+    """Return `no tensor`, `1 tensor`, `2 tensors`."""
+    return plural(n, word) if n else f"no {word}"
+
+
 def is_or_are(things: Sized | int) -> str:
     """Return the verb of a sentence about one thing or several, or a number of them."""
     return "is" if (things if isinstance(things, int) else len(things)) == 1 else "are"

@@ -58,7 +58,23 @@ def pattern_meant(pattern: str, names: Sequence[str], otherwise: str) -> str:
         matches = compile_pattern(whole).fullmatch
         if any(map(matches, names)):
             return f"a pattern is of whole names: did you mean `'{whole}'`?"
-    return meant(pattern, names, otherwise)
+    return _expression_meant(pattern, names) or meant(pattern, [*dict.fromkeys(names)], otherwise)
+
+
+def _expression_meant(pattern: str, names: Sequence[str]) -> str | None:
+    """Return the hint for a glob that is a regular expression, or has braces as in a shell; None for any other."""
+    if pattern.startswith("re:"):
+        return None
+    if "{" in pattern and "," in pattern:
+        return "braces do not expand in a pattern: repeat the option, or write `re:` and a regular expression"
+    if not re.search(r"\\.|[.\])][*+?]|[\^$|]", pattern):
+        return None
+    try:
+        expression = re.compile(pattern)
+    except re.error:
+        return None
+    whole = f"re:{pattern}" if any(map(expression.fullmatch, names)) else f"re:.*({pattern}).*"
+    return f"for a regular expression, write `'{whole}'`" if any(map(expression.search, names)) else None
 
 
 def renamer(rules: Sequence[str]) -> Callable[[str], str]:

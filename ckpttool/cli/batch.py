@@ -39,9 +39,12 @@ def batch(
     from ckpttool.fleet.batch_result import blocks
 
     name, *rest = words
-    function_of(name)
     commands: dict[str, Callable[..., None]]
     commands = {"convert": convert, "export": export, "verify": verify, "stats": stats}
+    if name not in commands and rest and rest[0] in commands:
+        hint = f"the command comes first: `ckpttool batch {rest[0]} {shlex.join([name, *rest[1:]])}`"
+        raise UsageError(f"`batch` has no command `{name}`", hint=hint)
+    function_of(name)
     command = commands[name]
     try:
         arguments = parsed(name, command, rest)

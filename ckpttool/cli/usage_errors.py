@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpttool.errors import UsageError
@@ -169,7 +169,22 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
     import difflib
 
     near = difflib.get_close_matches(word, [one.lstrip("-") for one in sorted(_flags(command))], 1, _NEAR)
-    return f"did you mean `--{near[0]}`?" if near else None
+    if near:
+        return f"did you mean `--{near[0]}`?"
+    return _others_have(flag, context.parent)
+
+
+def _others_have(flag: str, above: Any) -> str | None:
+    """Return the hint for an option that other commands have, such as `--to` of `export`; None if none has."""
+    if flag in ("--fix", "--repair", "--recover"):
+        return "`ckpttool repair SRC DST` writes a repaired copy"
+    if above is None:
+        return None
+    having = [
+        one for one in above.command.list_commands(above) if flag in _flags(above.command.get_command(above, one))
+    ]
+    names = " and ".join(f"`{above.command_path} {one}`" for one in having[:3])
+    return f"{names} {'has' if len(having) == 1 else 'have'} that option" if having else None
 
 
 def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
@@ -182,6 +197,11 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         return f"did you mean `--to-world {extra}`?"
     if "--to" in options and "--to" not in words and (name := next((one for one in words if one in _formats()), None)):
         return f"did you mean `--to {name}`?"
+    at = words.index(extra) if extra in words else 0
+    if (meant := _value_meant(extra, options)) is not None:
+        return f"did you mean `{meant}`?"
+    if at and os.path.lexists(joined := os.path.join(words[at - 1], extra)) and not os.path.lexists(extra):
+        return f"did you mean `{joined}`?"
     others = [word for word in words if word != extra and os.path.lexists(word)]
     # Names that differ in numbers alone are of one pattern.
     if (
@@ -190,7 +210,6 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         and len({re.sub(r"[0-9]+", "", w) for w in (*others, extra)}) == 2
     ):
         return f"did you mean `--against {shlex.quote(extra)}`?"
-    at = words.index(extra) if extra in words else 0
     if "elements" in {param.name for param in command.params} and at and words[at - 1].count("[") > extra.count("["):
         return f"a slice is one word: in quotes, `{shlex.quote(f'{words[at - 1]} {extra}')}`"
     flag, value = words[at - 2 : at] if at >= 2 else ("", "")
@@ -202,6 +221,15 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         )
     joint = "=" if "=" in param.metavar else "," if "=" in value else " "
     return f"`{flag}` takes one word: did you mean `{flag} {shlex.quote(f'{value}{joint}{extra}')}`?"
+
+
+def _value_meant(word: str, options: Mapping[str, Any]) -> str | None:
+    """Return the option, with `word` as its value, of a word that stands without one; None if that is not known."""
+    from ckpttool.catalogue.dtypes import ALIASES, DTYPES
+    from ckpttool.catalogue.entries import KINDS
+
+    known = (("--steps", word.isdecimal()), ("--only", word in KINDS), ("--dtype", word in DTYPES or word in ALIASES))
+    return next((f"{flag} {word}" for flag, is_one in known if is_one and flag in options), None)
 
 
 def _pattern_meant(words: list[str]) -> str:

@@ -79,7 +79,7 @@ def _weights(checkpoint: str) -> str:
 def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands:
     """Return the commands. Raises UsageError for one that cannot be started, or writes to one place in all runs."""
     if not command:
-        hint = "ckpttool verify-resume run --at 4 --until 8 -- python train.py --out {out}"
+        hint = "`ckpttool verify-resume run -- python train.py --out OUT`"
         raise UsageError("there is no command to run", hint=hint)
     try:
         words = shlex.split(resume_with) if resume_with is not None else ["..."]

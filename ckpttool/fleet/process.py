@@ -35,6 +35,13 @@ _LINGER = 2.0  # seconds that helpers of a command have to end after it by thems
 _MOST = 160  # characters of a command line
 
 
+def _startable(word: str) -> str | None:
+    """Return the hint for a file that was named as a command, and is none; None where there is no such file."""
+    if not os.path.isfile(word):
+        return None
+    return f"it is a Python file: `python {word}`" if word.endswith(".py") else f"`./{word}` if it is a program"
+
+
 class Process:
     """A command that is running; `log` has what it writes. A context manager that leaves none of its processes.
 
@@ -69,7 +76,8 @@ class Process:
                     raise OSError(number, os.strerror(number))
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
-                raise UsageError(f"`{self.words[0]}` cannot be started: {reason}") from None
+                hint = _startable(self.words[0])
+                raise UsageError(f"`{self.words[0]}` cannot be started: {reason}", hint=hint) from None
         self._ended = select.poll()
         self._ended.register(self._told, select.POLLIN)
 

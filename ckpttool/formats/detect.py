@@ -63,6 +63,8 @@ def _unknown_file(location: Location) -> CkptError:
     named = location.parent / line if re.fullmatch(r"[^/.][^/]*", line) and len(head) < HEAD else None
     if named is not None and (named.is_dir() or (DATA_FILE.fullmatch(line) and named.exists())):
         return ReadError(f"`{location}`: a text that names `{line}`", hint=f"name that: `{named}`", file=location)
+    if line and location.suffix == ".py":
+        return ReadError(f"`{location}`: a Python script", hint=other_files.WRITTEN, file=location)
     shown = f"a text that begins `{cut(line, 40)}`"
     shown = shown if line else f"{size(location.size())} that begin with {head[:8].hex(' ')}"
     return ReadError(f"`{location}`: unrecognised format: {shown}", hint=_marks(), file=location)
@@ -100,8 +102,14 @@ def _unknown_directory(location: Location) -> CkptError:
     downloads = location / _DOWNLOADS
     if downloads.is_dir() and any(name.endswith(".incomplete") for name in downloads.names()):
         return ReadError(text, hint="a download has not ended: run it again", file=location)
-    is_model = not _OF_MODELS.isdisjoint(names)
-    return ReadError(text, hint="its weights are somewhere else, or missing" if is_model else _marks(), file=location)
+    if not _OF_MODELS.isdisjoint(names):
+        return ReadError(text, hint="its weights are somewhere else, or missing", file=location)
+    known = [other_files.recognised(file) for file in files_in[:_SHOWN]] if len(files_in) == len(names) else []
+    whats = {(error.facts.get("found"), error.hint) for error in known if error is not None}
+    # A directory of logs, of pages that were downloaded, of pointers: what all of its files are.
+    if None not in known and len(whats) == 1 and (only := whats.pop())[0] and only[1] != NOT_READ:
+        return ReadError(f"{text}, but {only[0]}", hint=only[1], file=location, found=only[0])
+    return ReadError(text, hint=_marks(), file=location)
 
 
 def found_inside(location: Location, names: list[str]) -> ReadError:

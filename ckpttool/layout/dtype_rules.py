@@ -35,6 +35,8 @@ def caster(
         kind = DTYPES.get(ALIASES.get(short, short))
         if kind is None or kind.kind != "float" or kind.name.startswith("float4"):
             hint = meant(short, _FLOATS, f"one of {', '.join(_FLOATS)}")
+            if kind is not None or re.fullmatch(r"u?int\d|nf4|fp4", short):
+                hint = f"`--dtype` casts to {', '.join(_FLOATS)}; to quantize, use a library for that on the result"
             if "=" not in text and ":" in text and (known := text.rpartition(":"))[2] in {*_FLOATS, *ALIASES}:
                 hint = f"did you mean `--dtype '{known[0]}={known[2]}'`?"
             raise UsageError(f"`--dtype {text}`: `{name}` is not a floating-point dtype", hint=hint)

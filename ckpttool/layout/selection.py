@@ -92,8 +92,21 @@ def renamed_by(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
             error = _matches_nothing(f"`--rename {text}` changes no name", text, names)
             if re.search(r"\(\.|\.\*\)|\\[1-9d]|\$|\^", text):
                 error.hint = "a rule is no regular expression: `*` captures, `'layers.*.w=blocks.*.w'`"
+            elif (whole := _whole_rule(*rule(text, "--rename"), names)) is not None:
+                error.hint = f"a rule is of whole names: did you mean `--rename '{whole}'`?"
             raise error
     return rename_entries(planned, renamer(rename)) if rename else planned
+
+
+def _whole_rule(old: str, new: str, names: Sequence[str]) -> str | None:
+    """Return the rule that replaces `old` where it is within names; None if it is within none. Pure."""
+    if "*" in old + new or old.startswith("re:"):
+        return None
+    for around in ("*.{}.*", "*.{}", "{}.*"):
+        step = renamer([whole := f"{around.format(old)}={around.format(new)}"])
+        if any(step(name) != name for name in names):
+            return whole
+    return None
 
 
 def check_not_empty(planned: Catalogue, source: Catalogue) -> None:

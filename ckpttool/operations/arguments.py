@@ -94,6 +94,7 @@ def check_apart(dst: str, *sources: str | None) -> None:
         if real.is_below(other):
             raise UsageError(f"`{dst}` is the source, or is inside it", hint=hint)
         if other.is_below(real):
+            hint = f"name a new destination, such as `{dst.rstrip('/')}/NAME`"
             raise UsageError(f"the source `{path}` is inside `{dst}`", hint=hint)
 
 

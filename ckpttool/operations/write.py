@@ -576,7 +576,9 @@ def _check_losses(planned: Catalogue, target: Format, src: str, dst: str) -> Non
     lost = target.losses(planned, dst)
     if not lost:
         return
-    names = ", ".join(f"`{loss.name}`" for loss in lost[:5]) + (", ..." if len(lost) > 5 else "")
+    # A file that is one value and no dict has an entry without a name.
+    names = ", ".join(f"`{loss.name}`" if loss.name else "all of it" for loss in lost[:5])
+    names += ", ..." if len(lost) > 5 else ""
     whys = "; ".join(sorted({loss.why for loss in lost}))
     others = formats.options(row for row in formats.FORMATS if row.any_state and row is not target)
     keep = "a directory as DST" if target.is_file(dst) and target.splits else others

@@ -18,7 +18,7 @@ from ckpttool.errors import CkptError, UsageError
 from ckpttool.layout import select
 from ckpttool.layout.move import move
 from ckpttool.layout.optimizer.misspelt import unmatched
-from ckpttool.text import some
+from ckpttool.text import none_or, some
 
 _ROOTS = {"model": ("model",), "optimizer": ("optim",)}
 
@@ -95,7 +95,7 @@ class CombinedSource(Source):
         them has several, or `other` has none."""
         of_kind = [p for p in parts.parts(other.catalogue) if p.kind == kind]
         if len(of_kind) != 1:
-            raise UsageError(f"`{name}` has {len(of_kind) or 'no'} parts of kind {kind}, and one is needed")
+            raise UsageError(f"`{name}` has {none_or(len(of_kind), 'part')} of kind {kind}, and one is needed")
         count = sum(1 for p in parts.parts(self.catalogue) if p.kind == kind)
         if count > 1:
             raise UsageError(f"the source has {count} parts of kind {kind}, so it is not clear which to replace")

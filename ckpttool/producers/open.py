@@ -36,7 +36,7 @@ from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.unfinished import ended
 from ckpttool.storage.versions import Version
-from ckpttool.text import some
+from ckpttool.text import none_or, some
 from ckpttool.transfer import twins
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
@@ -609,7 +609,7 @@ def shapes_from(path: str) -> OpenOptions:
     with opened(path) as source:
         models = [p for p in parts.parts(source.catalogue) if p.kind == "model"]
         if len(models) != 1:
-            raise UsageError(f"`--shapes {path}` has {len(models) or 'no'} models, and one is needed")
+            raise UsageError(f"`--shapes {path}` has {none_or(len(models), 'model')}, and one is needed")
         depth = len(models[0].root)
         shapes = {dotted(t.path[depth:]): t.shape for t in source.catalogue.tensors if t.part == models[0]}
         is_sorted = any(row.sorts_names and row.name == source.catalogue.format for row in formats.FORMATS)

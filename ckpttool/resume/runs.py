@@ -85,7 +85,7 @@ def run(
     began = time.monotonic()
     commands, way = _commands(list(command), resume_with, out)
     if not 0 < (at or 1) < (until or (at or 1) + 1):
-        raise UsageError(f"`--at {at} --until {until}`: B is stopped at a step after 0, and trains at least one more")
+        raise UsageError(f"`--at {at} --until {until}`: B resumes from step `--at`, and `--until` must be later")
     kind, _, flag = stop.partition("=")
     if stop not in (COPY, *SIGNALS) and not (kind == "max-steps" and flag):
         hint = f"{', '.join(f'`--stop {one}`' for one in (COPY, *SIGNALS))}, or `--stop max-steps=FLAG`"

@@ -20,6 +20,7 @@ _ENCRYPTED = (".gpg", ".pgp", ".age", ".enc")
 _UNPACK_ALL = "unpack it, `tar xf FILE`, and name what comes out"
 _UNZIP = "unpack it, `unzip FILE -d DIR`, and name the directory: each file of PyTorch in it is read"
 _PAGE = "the download was refused or went astray: look at it in a text editor"
+WRITTEN = "name the checkpoint that it writes"
 _JSON = "a JSON document"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 _ABOUT_A_MODEL = re.compile(r".*(config|tokenizer|vocab|map|index|trainer_state|params).*\.json")
@@ -30,6 +31,7 @@ _PACKAGE, _SAVED = (".data/extern_modules",), ("version", "data/0")  # records o
 _MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
 _CONTROL = re.compile("[\0-\x07\x0e-\x1a\x1c-\x1f]")  # not of texts, which may move the cursor back or have colours
 _MEMORY_MAP = ".memmap"  # the elements of a tensor, whose dtype and shape the `meta.json` beside it has
+_EVENTS = re.compile(rb".{12,40}brain\.Event:", re.DOTALL)  # the version of TensorBoard's files
 _ONNX = re.compile(rb"\x08[\x03-\x1f][\x12\x1a\x3a\x42]")  # the version of its format, and another field
 # Programs, pictures, sounds, PDFs, fonts, and what macOS keeps of a folder.
 _NO_STATE = re.compile(
@@ -61,7 +63,7 @@ _OTHER_FILES = (
     (b"sqlite format 3", "an SQLite database", NOT_READ),
     (b"%pdf", "a PDF", NOT_READ),
     (b"\x7felf", "a program", NOT_READ),
-    (b"#!", "a script", "name the checkpoint that it writes"),
+    (b"#!", "a script", WRITTEN),
     ((b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "a pickle that does not end where the file does", INCOMPLETE),
 )
 
@@ -121,24 +123,32 @@ def recognised(location: Location) -> CkptError | None:
     for pattern, what in ((_ONNX, "an ONNX model"), (_MSGPACK, "a msgpack file, as Flax writes")):
         if pattern.match(head):
             return ReadError(f"`{location}`: {what}, by its first bytes", hint=NOT_READ, file=location)
+    if _EVENTS.match(head):
+        hint = "they have losses, not weights: name the checkpoint that the run saved"
+        return ReadError(f"`{location}`: TensorBoard's events", hint=hint, file=location, found="TensorBoard's events")
     nbytes = location.size()
     if nbytes > len(_TABLE) and location.read(nbytes - len(_TABLE), len(_TABLE)) == _TABLE:
         return ReadError(f"`{location}`: an index of a TensorFlow checkpoint", hint=NOT_READ, file=location)
     if head.startswith(b"PK\3\4") and _lists(location, *_PACKAGE):
         hint = "load it with `torch.package.PackageImporter`, and save the state dict with `torch.save`"
         return ReadError(f"`{location}`: a package of torch.package", hint=hint, file=location)
-    low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(HEAD)
-    for begins, what, hint in _OTHER_FILES:
-        if low.startswith(begins):
-            if hint == _UNZIP:  # the name of its first file says what it is
-                name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
-                what += f" (`{safe(name)}`, ...)"
-            if what == _JSON and (named := _is_of(location)):
-                hint = named
-            return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
+    if (known := begins_as(head)) is not None:
+        what, hint = known
+        if hint == _UNZIP:  # the name of its first file says what it is
+            name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
+            what += f" (`{safe(name)}`, ...)"
+        if what == _JSON and (named := _is_of(location)):
+            hint = named
+        return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
     if location.suffix in _ENCRYPTED:
         return ReadError(f"`{location}`: encrypted, by its name", hint=_DECRYPT, file=location)
     return None
+
+
+def begins_as(head: bytes) -> tuple[str, str] | None:
+    """Return what a file is that begins with these bytes, and a hint; None if that is not known. Pure."""
+    low = head.lstrip(b" \t\r\n\xef\xbb\xbf").lower() if head.strip(b"\0") else bytes(HEAD)
+    return next(((what, hint) for begins, what, hint in _OTHER_FILES if low.startswith(begins)), None)
 
 
 def _is_of(location: Location) -> str | None:

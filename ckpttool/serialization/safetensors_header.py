@@ -26,7 +26,7 @@ from ckpttool.catalogue.entries import check_shape
 from ckpttool.catalogue.shown import shown, spelt
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CorruptError, LossError
-from ckpttool.serialization import strict_json
+from ckpttool.serialization import other_files, strict_json
 from ckpttool.text import cut, literal
 
 Read = Callable[[int, int], bytes]
@@ -161,6 +161,9 @@ def _read_text(read: Read, base: int, length: int, name: str) -> tuple[bytes, in
         raise CorruptError(message, hint=_TRUNCATED, found=length, expected=_LENGTH.size)
     (size,) = _LENGTH.unpack(read(base, _LENGTH.size))
     if size > MAX_HEADER:
+        if (known := other_files.begins_as(read(base, min(length, other_files.HEAD)))) is not None:
+            what, hint = known
+            raise CorruptError(f"{name}: {what}", hint=hint, found=what)
         message = f"{name}: a header of {size} bytes is more than the {MAX_HEADER} that safetensors allows"
         raise CorruptError(message, hint="this may not be a safetensors file", found=size, expected=MAX_HEADER)
     payload = base + _LENGTH.size + size

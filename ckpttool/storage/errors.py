@@ -14,6 +14,7 @@ from ckpttool.errors import CkptError, DeniedError, OverwriteError, ReadError, S
 from ckpttool.text import near_names
 
 FREE_SPACE = "free some space, or write somewhere else"
+_SMALLER = "the file system or `ulimit -f` allows no larger file: write somewhere else, or several files"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # org/name
 _HUB = re.compile(r"hf(?::/{0,3}|//)([^/].*)", re.IGNORECASE)
 _BUCKET = re.compile(r"(s3|gs|az|gcs|abfss?|r2):/?([^/].*)", re.IGNORECASE)  # with one slash, or none
@@ -43,6 +44,8 @@ def from_os_error(error: OSError, path: str, doing: str) -> CkptError:
         reason = f"`{above}` is a file, not a directory"
     if error.errno == errno.ENOENT and os.path.islink(path):
         reason = f"a link to `{os.readlink(path)}`, which does not exist"
+    if error.errno == errno.EFBIG:
+        return StorageError(f"`{path}`: cannot {doing}: {reason}", hint=_SMALLER, file=path)
     if doing == "write" or error.errno == errno.EIO:
         return StorageError(f"`{path}`: cannot {doing}: {reason}", file=path)
     hint = _meant(path) if error.errno == errno.ENOENT else None

@@ -22,7 +22,7 @@ from ckpttool.layout.move import move
 from ckpttool.layout.optimizer import parse, respell
 from ckpttool.layout.views import Viewed
 from ckpttool.serialization import pickler, unpickler
-from ckpttool.text import meant
+from ckpttool.text import meant, none_or
 from ckpttool.training import known_objects, released_names
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _chosen_part(catalogue: Catalogue, kind: str, name: str | None, path: str) -
     if len(present) != 1:
         names = ", ".join(f"`{root}`" for root in present)
         hint = f"say which with `{kind}_key`: {names}" if present else "`ckpttool inspect` shows what is in it"
-        raise UsageError(f"`{path}` has {len(present) or 'no'} {kind}s, and one is needed", hint=hint)
+        raise UsageError(f"`{path}` has {none_or(len(present), kind)}, and one is needed", hint=hint)
     return next(iter(present.values()))
 
 
@@ -303,7 +303,7 @@ def _add_optimizer(contents: Contents, catalogue: Catalogue, part: Part, read: R
     optimizers = [one for one in parse.optimizers(alone) if one.part == part]
     if len(optimizers) != 1:
         raise UsageError(
-            f"`{contents.path}`: `{part}` has {len(optimizers) or 'no'} optimizers, and one is needed",
+            f"`{contents.path}`: `{part}` has {none_or(len(optimizers), 'optimizer')}, and one is needed",
             hint="name one with `optimizer_key`",
         )
     contents.optimizer = SavedOptimizer([], {}, by_number)

@@ -126,7 +126,7 @@ def _fingerprint(value: Any) -> Any:
     if holds_sharded(value):
         return "sharded"  # which is refused later
     # Of equal objects, two pickles may differ: then the value is kept for each rank, which loses nothing.
-    pickled = _Checksum()
+    pickled = Checksum()
     with suppress(Exception):  # of which the save itself says that it cannot be pickled
         torch.save(value, pickled)
     return type(value).__name__, pickled.crc
@@ -136,7 +136,7 @@ def _has_plain_elements(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
-class _Checksum:
+class Checksum:
     """A stream that keeps nothing but the checksum of what is written to it."""
 
     def __init__(self) -> None:

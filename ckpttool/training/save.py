@@ -39,8 +39,8 @@ from ckpttool.training import collectives, stages
 from ckpttool.training.counted_files import counting
 from ckpttool.training.fsdp1 import is_fsdp1, own_errors_last, sharded
 from ckpttool.training.load import path_first
-from ckpttool.training.rank_values import Separate, find_separate, separate
-from ckpttool.training.sharded_values import gather
+from ckpttool.training.rank_values import Checksum, Separate, find_separate, separate
+from ckpttool.training.sharded_values import gather, holds_sharded, is_sharded
 from ckpttool.training.state_notes import Notes, joined, note
 
 FORMATS = ("dcp", "torch", "fsdp1")
@@ -115,7 +115,7 @@ def save(
                     torch_dcp.save(state, storage_writer=writer, planner=planner)
                 return counted.crcs, partial.sizes() if away else {}
             except (Exception, CheckpointException) as error:  # which is not an Exception
-                raise failed(error, path, partial) from None
+                raise failed(error, path, partial, extra) from None
 
         written = collectives.all_gather_of(write)
         with collectives.together():
@@ -126,8 +126,9 @@ def save(
                 manifests.write(partial, crcs, elsewhere)
 
 
-def failed(error: BaseException, path: str, partial: Location) -> BaseException:
-    """Return the exception for an error of DCP or torch.save, writing `path` at the staging path `partial`."""
+def failed(error: BaseException, path: str, partial: Location, extra: Mapping[str, Any]) -> BaseException:
+    """Return the exception for an error of DCP or torch.save, writing `path` at the staging path `partial`. `extra`
+    are the values besides model and optimizer."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError):
@@ -135,7 +136,8 @@ def failed(error: BaseException, path: str, partial: Location) -> BaseException:
     if isinstance(error, StorageError):
         return StorageError(error.message.replace(partial, path), hint=error.hint, file=path)
     if "pickle" in str(error):
-        message = f"`{path}`: what is to be saved cannot be pickled: {error}"
+        what = next((f"`{name}`" for name, value in extra.items() if _is_refused(value)), "what is to be saved")
+        message = f"`{path}`: {what} cannot be pickled: {error}"
         return UsageError(message, hint="pass values, and objects that have a `state_dict`")
     if not isinstance(error, RuntimeError):
         return error
@@ -143,6 +145,17 @@ def failed(error: BaseException, path: str, partial: Location) -> BaseException:
     free = free_space.free_bytes(partial.parent)
     hint = FREE_SPACE if free < _LITTLE else None
     return StorageError(f"`{path}`: cannot save: {error} ({size(free)} are free)", hint=hint)
+
+
+def _is_refused(value: Any) -> bool:
+    """Return whether a value cannot be pickled by itself."""
+    if is_sharded(value) or holds_sharded(value):
+        return False
+    try:
+        torch.save(value, Checksum())
+    except Exception:  # of objects of the script's own classes
+        return True
+    return False
 
 
 def _arguments(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -140,6 +142,22 @@ MISTAKES = {
     "reshard full.pt o --to-mesh 4": "hint: write `--to-world 4`",
     "verify-resume train.py": "goes after `run --`: `ckpttool verify-resume run -- python train.py --out OUT`",
     "convert runs o.pt --steps 2": "hint: name the directory of the step, such as `run7/step-500`",
+    # A value without its option, an option of another command, a syntax of something else.
+    "convert full.pt o.pt model": "hint: did you mean `--only model`?",
+    "convert full.pt o.pt bf16": "hint: did you mean `--dtype bf16`?",
+    "stats runs 2": "hint: did you mean `--steps 2`?",
+    "inspect runs step-2": "hint: did you mean `runs/step-2`?",
+    "convert full.pt . --to dcp": "hint: name a new destination, such as `./NAME`",
+    "convert full.pt o.pt --dtype int8": "hint: `--dtype` casts to float64, ",
+    "convert full.pt o.pt --tensors model\\.layers\\..*": "for a regular expression, write `'re:model\\.layers\\..*'`",
+    "convert full.pt o.pt --exclude exp_avg$": "hint: for a regular expression, write `'re:.*(exp_avg$).*'`",
+    "convert full.pt o.pt --tensors model.layers.{0,1}.*": "hint: braces do not expand in a pattern: repeat the option",
+    "convert full.pt o.pt --rename layers=blocks": "whole names: did you mean `--rename '*.layers.*=*.blocks.*'`?",
+    "verify full.pt --fix": "hint: `ckpttool repair SRC DST` writes a repaired copy",
+    "export full.pt o --to dcp": "hint: `ckpttool convert` and `ckpttool reshard` have that option",
+    "batch runs convert o/{step}": "hint: the command comes first: `ckpttool batch convert runs 'o/{step}'`",
+    "verify-resume run": "hint: `ckpttool verify-resume run -- python train.py --out OUT`",
+    "verify-resume run --at 8 --until 4 -- python train.py OUT": "`--at`, and `--until` must be later",
 }
 
 
@@ -160,6 +178,7 @@ def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monke
     assert sorted(os.listdir()) == ["full.pt", "runs", "step.tar"] and os.listdir("runs") == ["step-2"]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22ea\nsize 132\n"
 # Files and directories that are no checkpoints: what is in them, and what is said.
 OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "an empty file": ({"a.safetensors": b""}, "error: `a.safetensors` is empty\n"),
@@ -173,6 +192,15 @@ OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "Flax": ({"flax_model.msgpack": b"\x81\xa6params\x80"}, "a msgpack file, as Flax writes, by its first bytes\n"),
     "gpg": ({"a.pt.gpg": b"\x85\x01\x0c\x03\xff\xfe"}, "encrypted, by its name\nhint: decrypt it, then name what"),
     "openssl": ({"a.pt": b"Salted__\xff\xfe\x00\x01"}, "encrypted by openssl\nhint: decrypt it, then name what"),
+    "a pointer in place of weights": (
+        {"t/model.safetensors": POINTER, "t/config.json": b"{}"},
+        "`t/model.safetensors`: a pointer of git LFS, not the file itself\nhint: fetch the file: `git lfs pull`\n",
+    ),
+    "TensorBoard": (
+        {"logs/events.out.tfevents.1.host": b"\x18" + bytes(20) + b"brain.Event:2"},
+        "(events.out.tfevents.1.host), but TensorBoard's events\nhint: they have losses, not weights",
+    ),
+    "a script": ({"train.py": b"import torch\n"}, "a Python script\nhint: name the checkpoint that it writes\n"),
     "a tokenizer": ({"t/tokenizer.json": b"{}"}, "hint: its weights are somewhere else, or missing\n"),
     "half a download": (
         {"t/config.json": b"{}", "t/.cache/huggingface/download/a.incomplete": b"x"},
@@ -189,7 +217,7 @@ def test_what_is_no_checkpoint(what: str, tmp_path: Path, monkeypatch: pytest.Mo
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content)
     done = run("inspect", next(iter(files)).partition("/")[0])
-    assert done.exit_code == 3 and said in done.stderr, done.stderr
+    assert done.exit_code in (3, 4) and said in done.stderr, done.stderr
 
 
 def test_a_config_in_place_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +326,11 @@ def test_mistakes_in_python(tmp_path: Path) -> None:
         (lambda: ckpttool.load(path, {"model": model}), "`load` fills a `torch.nn.Module`, and this is a dict"),
         (lambda: ckpttool.save(tmp_path / "x", {}), "`save` takes a `torch.nn.Module`, and this is a dict"),
         (lambda: ckpttool.save(tmp_path / "x.pt", model), "hint: name it `"),
+        (lambda: ckpttool.save(tmp_path / "x", model, a=1, log=path.open("rb")), "`log` cannot be pickled: "),
+        (
+            lambda: ckpttool.load(CHECKPOINTS / "torch/model/ckpt.pt", model, torch.optim.SGD(model.parameters())),
+            "no op",
+        ),
         (lambda: ckpttool.load_into(path, model), "hint: `ckpttool.load(path, model)` fills a model"),
         (lambda: ckpttool.convert({}, tmp_path / "x"), "hint: save it first, by `torch.save` or `ckpttool.save`"),
         (lambda: ckpttool.open([path]), "hint: pass one path, or a pattern of the files of one step"),
@@ -408,3 +441,24 @@ def test_an_error_of_a_run_names_its_checkpoint(tmp_path: Path, monkeypatch: pyt
         done = run(*words.split())
         assert done.exit_code == 4 and "run/step-2" in done.stderr.splitlines()[0], done.stderr
     assert os.listdir() == ["run"]
+
+
+def test_a_script_in_place_of_the_command_that_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import sys\n")
+    for word, hint in (("train.py", "hint: it is a Python file: `python train.py`\n"), ("trian.py", "directory\n")):
+        done = run("verify-resume", "run", "--", word, "--out", "OUT")
+        assert done.exit_code == 2 and done.stderr.endswith(hint), done.stderr
+    assert os.listdir() == ["train.py"]
+
+
+def test_a_file_that_may_not_be_so_large(tmp_path: Path) -> None:
+    out = tmp_path / "o.pt"
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -f 8; exec "$@"', "sh", sys.executable, "-m", "ckpttool", "convert", FULL, str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7 and "hint: the file system or `ulimit -f` allows no larger file" in done.stderr
+    assert not any(tmp_path.iterdir())

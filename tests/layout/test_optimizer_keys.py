@@ -384,9 +384,9 @@ def test_another_key_for_the_optimizer() -> None:
     assert tree(optimkeys.respell_root(started(bare), "optim"), bare) == {"optim": places(bare)}
     deep = {"app": {"model": state["model"], "optim": bare}}
     assert list(tree(optimkeys.respell_root(started(deep), "opt"), deep)["app"]) == ["model", "opt"]
-    with pytest.raises(UsageError, match="no optimizers here"):
+    with pytest.raises(UsageError, match="no optimizer is here"):
         optimkeys.respell_root(started({"model": state["model"]}), "optim")
-    with pytest.raises(UsageError, match="2 optimizers here"):
+    with pytest.raises(UsageError, match="2 optimizers are here"):
         optimkeys.respell_root(started({**state, "optimizer_2": bare}), "optim")
 
 

@@ -41,7 +41,7 @@ def test_from_fsdp1_to_fsdp2_on_more_ranks(straight: dict[int, float], tmp_path:
 def test_one_rank_says_what_is_wrong() -> None:
     said = torchrun(2, SAMPLES / "train_fsdp2.py", "--resume", path_of("torch/model"))
     assert re.findall("^(?:error|hint): .*", said, re.MULTILINE) == [
-        f"error: `{path_of('torch/model')}` has no optimizers, and one is needed",
+        f"error: `{path_of('torch/model')}` has no optimizer, and one is needed",
         "hint: `ckpttool inspect` shows what is in it",
     ]
     assert "loader.py" not in said, "a rank's traceback"

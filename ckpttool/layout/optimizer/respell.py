@@ -24,7 +24,7 @@ from ckpttool.errors import CkptError, CorruptError, LossError, UsageError
 from ckpttool.layout.move import derived, move, rebuilt, relinked, retied
 from ckpttool.layout.optimizer.names_of_ids import name_ids
 from ckpttool.layout.optimizer.parse import Optimizer, OptimizerEntry, optimizers
-from ckpttool.text import plural, some
+from ckpttool.text import is_or_are, none_or, plural, some
 
 SPELLINGS = ("fqn", "id", "flat")
 Written = tuple[list[Entry], dict[Path, Container]]
@@ -66,7 +66,8 @@ def respell_root(catalogue: Catalogue, name: str) -> Catalogue:
     """Return the optimizer under the key `name`: `optim` -> `optimizer`. Raises UsageError unless there is one."""
     roots = {e.part.root for e in catalogue.entries.values() if e.part.kind == "optimizer"}
     if len(roots) != 1:
-        message = f"`--optim-root {name}`: there are {len(roots) or 'no'} optimizers here, and one is needed"
+        found = f"{none_or(len(roots), 'optimizer')} {is_or_are(len(roots) or 1)} here"
+        message = f"`--optim-root {name}`: {found}, and one is needed"
         raise UsageError(message, hint="`--rename OLD=NEW` renames anything")
     root = roots.pop()
     new = (*root[:-1], name)

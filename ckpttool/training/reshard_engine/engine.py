@@ -237,7 +237,7 @@ def _save(catalogue: Catalogue, meta: MetaModel, partial: Location) -> dict[str,
         with collectives.quiet():
             torch_dcp.save(state, storage_writer=writer, planner=planner)
     except CheckpointException as error:
-        raise save.failed(error, partial, partial) from None
+        raise save.failed(error, partial, partial, {}) from None
     return counted.crcs
 
 
