@@ -408,6 +408,8 @@ def _part_meant(name: str, known: Sequence[str], catalogue: Catalogue) -> str | 
         return f"a name inside a part is for `--tensors '{pattern}'` of `convert`"
     if any(entry.name == name for entry in catalogue.entries.values()):
         return f"the name of a tensor is for `--tensors {name}` of `convert`"
+    if "." in name and any(f".{pattern[:-1]}" in f"{entry.name}." for entry in catalogue.entries.values()):
+        return f"a name inside a part is for `--tensors '*.{name}*'` of `convert`"
     return None
 
 

@@ -38,6 +38,9 @@ def batch(
     from ckpttool.cli.verify import verify
     from ckpttool.fleet.batch_result import blocks
 
+    if not words:
+        hint = "`ckpttool batch convert RUN 'out/{step}' --to dcp`; `ckpttool batch --help` shows what it takes"
+        raise UsageError("missing argument `COMMAND`", hint=hint)
     name, *rest = words
     commands: dict[str, Callable[..., None]]
     commands = {"convert": convert, "export": export, "verify": verify, "stats": stats}

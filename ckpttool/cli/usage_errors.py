@@ -103,6 +103,13 @@ _WRITTEN = (
     "save-path",
 )
 _HUB = ("push-to-hub", "repo-id", "hub-model-id", "upload-repo", "push")
+_WITHOUT_OPTION = {
+    **dict.fromkeys(
+        ("step", "steps", "checkpoint-step", "iteration"), "name the directory of the step, such as `run7/step-500`"
+    ),
+    **dict.fromkeys(("html", "page"), "`ckpttool report` writes the statistics of a checkpoint as one HTML file"),
+    **dict.fromkeys(("revision", "branch"), "the revision is part of the address: `hf://org/name@REVISION`"),
+}
 _NOT_NEEDED = {
     **dict.fromkeys(("map-location", "device", "gpu", "cuda", "cpu"), "no device is used"),
     **dict.fromkeys(
@@ -158,12 +165,10 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
         return f"what is read is the first argument: `{usage}`"
     if word in _HUB and "DST" in takes:
         return "`hf://org/name` as DST writes to the Hub"
-    if word in ("step", "steps", "checkpoint-step", "iteration"):
-        return "name the directory of the step, such as `run7/step-500`"
-    if word in ("html", "page"):
-        return "`ckpttool report` writes the statistics of a checkpoint as one HTML file"
-    if word in ("revision", "branch"):
-        return "the revision is part of the address: `hf://org/name@REVISION`"
+    if word in ("head", "limit", "rows", "slice") and "[ELEMENTS]" in takes:
+        return f"a slice is the last argument: `{context.command_path} PATH TENSOR '[0:4]'`"
+    if hint := _WITHOUT_OPTION.get(word):
+        return hint
     if why := _NOT_NEEDED.get(word):
         return f"leave it out: {why}"
     import difflib
@@ -210,7 +215,10 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
         and len({re.sub(r"[0-9]+", "", w) for w in (*others, extra)}) == 2
     ):
         return f"did you mean `--against {shlex.quote(extra)}`?"
-    if "elements" in {param.name for param in command.params} and at and words[at - 1].count("[") > extra.count("["):
+    is_sliced = "elements" in {param.name for param in command.params} and at > 0
+    if is_sliced and ":" in extra and ":" in words[at - 1] and "[" not in words[at - 1]:
+        return f"a slice is one word: in quotes, `'[{words[at - 1].rstrip(',')}, {extra}]'`"
+    if is_sliced and words[at - 1].count("[") > extra.count("["):
         return f"a slice is one word: in quotes, `{shlex.quote(f'{words[at - 1]} {extra}')}`"
     flag, value = words[at - 2 : at] if at >= 2 else ("", "")
     if (param := options.get(flag)) is None or not param.metavar:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError
 
+_UNKNOWN = re.compile(r"\{(?!(step|step-1)(:[^}]*)?\}|out\})\w+\}")  # in a pattern of checkpoints
 _PLACEHOLDER = re.compile(r"\{(out|checkpoint|weights|world)\}")
 _WEIGHTS = re.compile(r"((ft-|pytorch_)?model-\d+-of-\d+|model|pytorch_model)\.(safetensors|bin)")
 
@@ -49,6 +50,13 @@ class Commands:
             # The whole first component of a path: not `OUTPUT`, `data/OUT` or `my-OUT`.
             text = re.sub(rf"(?<![\w./-]){re.escape(self.out)}(?![\w.-])", lambda _: "{out}", text)
         return _PLACEHOLDER.sub(value, text)
+
+    def check_world(self, world: int | None, to_world: int | None) -> None:
+        """Raise UsageError for a number of ranks that the command, or the one that resumes, does not take."""
+        for flag, given, resuming in (("--world", world, False), ("--to-world", to_world, True)):
+            if given is not None and not self.uses("world", resuming=resuming):
+                hint = "`torchrun --nproc-per-node {world} train.py`"
+                raise UsageError(f"`{flag}` needs `{{world}}` in the command, for the number of ranks", hint=hint)
 
     def uses(self, name: str, *, resuming: bool = False) -> bool:
         """Return whether the command has a placeholder; the weights are those of the checkpoint."""
@@ -96,6 +104,14 @@ def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands
             hint="`--resume-with '... --resume {checkpoint}'`, where `...` is the command itself",
         )
     return commands
+
+
+def checked_pattern(checkpoints: str) -> str:
+    """Return the pattern of `--checkpoints`. Raises UsageError for a placeholder that it cannot have."""
+    if (unknown := _UNKNOWN.search(checkpoints)) is not None:
+        hint = "`{step}` stands for the step, `{out}` for the output directory, `*` for anything else in a name"
+        raise UsageError(f"`--checkpoints {checkpoints}`: `{unknown[0]}` stands for nothing", hint=hint)
+    return checkpoints
 
 
 def with_steps(words: Sequence[str], flag: str, steps: int) -> list[str]:

@@ -37,6 +37,8 @@ _MOST = 160  # characters of a command line
 
 def _startable(word: str) -> str | None:
     """Return the hint for a file that was named as a command, and is none; None where there is no such file."""
+    if " " in word:
+        return "a command is several words: leave out the quotes around it"
     if not os.path.isfile(word):
         return None
     return f"it is a Python file: `python {word}`" if word.endswith(".py") else f"`./{word}` if it is a program"

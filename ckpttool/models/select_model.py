@@ -44,6 +44,9 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
             found=names,
         )
     part = models[0]
+    if part.kind not in ("model", "other"):
+        hint = f"`ckpttool convert SRC DST --only {only[0]}` writes it"
+        raise UsageError(f"`--only {only[0]}`: a model is exported, and `{part}` is none", hint=hint)
     own = {tensor.path for tensor in source.tensors if tensor.part == part and not tensor.embedded}
     model = select.select(select.start(source), lambda entry: entry.path in own)
     if not model.entries:

@@ -18,7 +18,7 @@ from ckpttool.analysis.statistics.elements import Accumulator
 from ckpttool.analysis.statistics.histogram import BARS, Central
 from ckpttool.catalogue.boxes import Box, Ints
 from ckpttool.catalogue.entries import Object, Tensor
-from ckpttool.catalogue.patterns import any_of
+from ckpttool.catalogue.patterns import any_of, pattern_meant
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import shown as shown_in_a_line
 from ckpttool.catalogue.validation import stop_at_fault, validate
@@ -29,7 +29,7 @@ from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bol
 from ckpttool.reports.statistics import spark
 from ckpttool.storage.files import Pool
 from ckpttool.storage.stores import path_text
-from ckpttool.text import meant, size
+from ckpttool.text import size
 from ckpttool.transfer import checksums
 from ckpttool.transfer.numbers import has_numbers, numbers
 from ckpttool.transfer.read import read_box, read_tiles
@@ -150,7 +150,7 @@ def _unknown(path: str, name: str, names: list[str], tensors: list[str]) -> Usag
     """Return the error for a name that is none, with the command for a pattern or a group of names."""
     pattern = name if any(letter in name for letter in "*?[") or name.startswith("re:") else f"{name}.*"
     matching = [one for one in names if any_of([pattern])(one)]
-    hint = meant(name, tensors, f"`ckpttool inspect {quote(path)} --tensors '*'` lists them")
+    hint = pattern_meant(name, tensors, f"`ckpttool inspect {quote(path)} --tensors '*'` lists them")
     if len(matching) == 1:
         hint = f"did you mean `{matching[0]}`?"
     elif matching:

@@ -45,6 +45,8 @@ function size(bytes) {
   return `${k ? Number(bytes.toPrecision(3)) : bytes} ${units[k]}`;
 }
 // A sentence with the names that stand in backticks as code.
+// A name that may be broken after a dot or an underscore.
+const named = name => element("code", {}, ...name.split(/(?<=[._])/).flatMap(piece => [piece, element("wbr")]));
 const prose = words => words.split("`").length % 2 ? words.split("`").map((piece, k) => k % 2 ? element("code", {}, piece) : piece) : [words];
 const collator = new Intl.Collator("en", {numeric: true});
 const choice = (label, options, chosen, change) => {
@@ -352,7 +354,7 @@ function drawLayout(section, at) {
   const cards = element("div", {class: "cards"});
   for (const list of sorted.slice(0, 60)) {
     const shard = at.tensors[list[0]];
-    const link = element("a", {href: "#tensor/" + encodeURIComponent(names[list[0]])}, element("code", {}, names[list[0]]));
+    const link = element("a", {href: "#tensor/" + encodeURIComponent(names[list[0]])}, named(names[list[0]]));
     cards.append(element("figure", {}, element("figcaption", {}, link, list.length > 1 ? ` and ${list.length - 1} more` : "",
       element("div", {class: "soft"}, about(at, shard))), map(at, shard)));
   }
@@ -374,7 +376,7 @@ draw.tensor = section => {
     const found = from.filter(i => words.every(word => names[i].toLowerCase().includes(word)));
     const head = element("thead", {}, element("tr", {}, ...["name", "dtype", "shape", ...LISTED].map((name, k) => element("th", {class: k > 2 ? "number" : ""}, name))));
     list.replaceChildren(element("table", {class: "wide"}, head, element("tbody", {}, ...found.slice(0, search.limit).map(i =>
-      element("tr", {tabindex: 0, "data-tensor": i, "aria-selected": i === search.open}, element("td", {}, element("code", {}, names[i])), element("td", {}, text("dtype", i)), element("td", {}, text("shape", i)),
+      element("tr", {tabindex: 0, "data-tensor": i, "aria-selected": i === search.open}, element("td", {}, named(names[i])), element("td", {}, text("dtype", i)), element("td", {}, text("shape", i)),
         ...LISTED.map(name => element("td", {class: "number"}, name === "bytes" ? size(value(name, i)) : shown(value(name, i)))))))));
     note.textContent = found.length > search.limit ? `the first ${search.limit} of ${shown(found.length)} tensors` : `${shown(found.length)} of ${shown(count)} tensors`;
     if (data.omitted) note.textContent += `; ${shown(data.omitted)} small ones are not in this file`;
@@ -404,7 +406,7 @@ draw.tensor = section => {
 };
 function described(i) {
   const figures = (pairs) => element("dl", {class: "figures"}, ...pairs.map(([name, figure]) => element("div", {}, element("dt", {}, name), element("dd", {}, figure))));
-  const parts = [element("h2", {}, element("code", {}, names[i])), element("p", {class: "soft"},
+  const parts = [element("h2", {}, named(names[i])), element("p", {class: "soft"},
     [text("part", i), text("moment", i), text("dtype", i), `[${text("shape", i).replaceAll("×", ", ")}]`, size(of(tensors.bytes, i))].filter(Boolean).join(" · "))];
   const own = i in tensors.tied ? tensors.tied[i] : i;
   if (own !== i) parts.push(element("p", {}, "shares its bytes with ", element("a", {href: "#tensor/" + encodeURIComponent(names[own])}, element("code", {}, names[own]))));
@@ -558,7 +560,7 @@ draw.steps = section => {
     area.replaceChildren(...kinds.filter(({name}) => (name[1] ? `${name[0]}: ${name[1]}` : name[0]) === state.plane).map(({name, values}) => {
       const list = values[state.statistic].map(number), first = list.find(one => one !== null), last = list[list.length - 1];
       const drift = (from, since) => from && last !== null ? `, ${last >= from ? "+" : ""}${shown(Number((100 * (last / from - 1)).toPrecision(3)))} % from ${since}` : "";
-      return element("figure", {}, element("figcaption", {}, element("code", {}, name[2]), element("div", {class: "soft"},
+      return element("figure", {}, element("figcaption", {}, named(name[2]), element("div", {class: "soft"},
         `${shown(first)} → ${shown(last)}` + drift(first, "the first step") + (list.length > 2 ? drift(list[list.length - 2], "the previous one") : ""))), curve(values[state.statistic]));
     }));
   };

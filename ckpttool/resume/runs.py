@@ -19,7 +19,7 @@ from ckpttool.analysis.logged import from_files
 from ckpttool.analysis.losses import Output
 from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
-from ckpttool.fleet.commands import Commands, parse
+from ckpttool.fleet.commands import Commands, checked_pattern, parse
 from ckpttool.fleet.process import last_lines
 from ckpttool.fleet.ways import Way, find, linked, output
 from ckpttool.layout.mesh import world_mesh
@@ -94,7 +94,7 @@ def run(
         raise UsageError(f"`--stop {stop}` needs `--until N`, the last step that is compared", hint="pass `--until N`")
     if at is None and stop != COPY:
         raise UsageError(f"`--stop {stop}` needs `--at K`, the step after which B is stopped", hint="pass `--at K`")
-    if checkpoints is not None and os.path.isabs(commands.fill(checkpoints, out="out")):
+    if checkpoints is not None and os.path.isabs(commands.fill(checked_pattern(checkpoints), out="out")):
         raise UsageError(
             f"`--checkpoints {checkpoints}` names the same files for every run: A would be compared with itself",
             hint="begin it with `OUT` or `{out}`, the output directory of each run: `'OUT/step-{step}.pt'`",
@@ -295,9 +295,7 @@ def _compare(starts: Starts, reference: ScriptRun, b: ScriptRun) -> compare.Firs
 def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
     """Raise UsageError where the command cannot resume from another checkpoint, or on another number of ranks."""
     arguments.parse_route(via, world_mesh(to_world or world or 1), other_mesh=False)
-    if to_world is not None and not commands.uses("world", resuming=True):
-        hint = "torchrun --nproc-per-node {world} train.py"
-        raise UsageError("`--to-world` needs `{world}` in the command, for the number of ranks", hint=hint)
+    commands.check_world(None if via or world == 1 else world, to_world)
     if (via or to_world is not None) and not commands.uses("checkpoint", resuming=True):
         hint = "`--resume-with '... --resume {checkpoint}'`"
         raise UsageError("`--via` and `--to-world` need a command that takes the path to resume from", hint=hint)

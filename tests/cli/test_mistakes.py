@@ -156,6 +156,14 @@ MISTAKES = {
     "verify full.pt --fix": "hint: `ckpttool repair SRC DST` writes a repaired copy",
     "export full.pt o --to dcp": "hint: `ckpttool convert` and `ckpttool reshard` have that option",
     "batch runs convert o/{step}": "hint: the command comes first: `ckpttool batch convert runs 'o/{step}'`",
+    "batch": "hint: `ckpttool batch convert RUN 'out/{step}' --to dcp`",
+    "export full.pt o --only optimizer": "hint: `ckpttool convert SRC DST --only optimizer` writes it",
+    "convert full.pt o.pt --only embed.weight": "a name inside a part is for `--tensors '*.embed.weight*'`",
+    "show full.pt layers.*.qkv": "hint: a pattern is of whole names: did you mean `'*.layers.*.qkv.*'`?",
+    "show full.pt model.embed.weight 0:4 :8": "hint: a slice is one word: in quotes, `'[0:4, :8]'`",
+    "show full.pt model.embed.weight --head 5": "hint: a slice is the last argument: ",
+    "verify-resume run --world 2 -- python train.py --out OUT": "error: `--world` needs `{world}` in the command",
+    "verify-resume run --checkpoints OUT/{n} -- python train.py OUT": "hint: `{step}` stands for the step",
     "verify-resume run": "hint: `ckpttool verify-resume run -- python train.py --out OUT`",
     "verify-resume run --at 8 --until 4 -- python train.py OUT": "`--at`, and `--until` must be later",
 }
@@ -446,7 +454,11 @@ def test_an_error_of_a_run_names_its_checkpoint(tmp_path: Path, monkeypatch: pyt
 def test_a_script_in_place_of_the_command_that_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import sys\n")
-    for word, hint in (("train.py", "hint: it is a Python file: `python train.py`\n"), ("trian.py", "directory\n")):
+    for word, hint in (
+        ("train.py", "hint: it is a Python file: `python train.py`\n"),
+        ("python train.py", "hint: a command is several words: leave out the quotes around it\n"),
+        ("trian.py", "no such file or directory\n"),
+    ):
         done = run("verify-resume", "run", "--", word, "--out", "OUT")
         assert done.exit_code == 2 and done.stderr.endswith(hint), done.stderr
     assert os.listdir() == ["train.py"]

@@ -110,7 +110,7 @@ def test_the_summary_of_a_difference_is_complete(written: Path) -> None:
     assert (
         "new NaN in B, 1 element" in text
         and "model.gone" in text
-        and "<td>shape</td><td>[2]</td><td>[3]</td>" in text.replace("\n", "")
+        and '<td>shape</td><td class="index">[2]</td><td class="index">[3]</td>' in text.replace("\n", "")
     )
     assert "<td>dtype</td><td>float32</td><td>float16</td>" in text.replace(
         "\n", ""
@@ -177,6 +177,27 @@ def test_every_page_is_drawn(written: Path, page: Page, name: str, width: int) -
         widths = page.ask("[...document.querySelectorAll('.tall td:first-child')].map(one => one.offsetWidth)")
         assert not [width for width in widths if 0 < width < 150], "names are cut into a few letters a line"
     assert page.problems == [] and page.requests == [path.as_uri()]
+
+
+def test_no_column_is_cut_off_on_paper(tmp_path: Path, page: Page) -> None:
+    """A table that is wider than the paper had a bar to scroll it, and the last columns were missing."""
+    weights = {
+        f"model.layers.0.self_attn.a_projection_{n}.weight": torch.full((2, 2), 1e-5 * (n + 1)) for n in range(4)
+    }
+    torch.save({"model": weights}, tmp_path / "a.pt")
+    torch.save({"model": {name: weight * 1.00321 for name, weight in weights.items()}}, tmp_path / "b.pt")
+    path = tmp_path / "x.html"
+    assert run("diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--html", str(path)).exit_code == 1
+    page.view(700, 1000, "light")  # A4 without its margins
+    page.open(path)
+    page.ask("dispatchEvent(new Event('beforeprint'))")
+    page.send("Emulation.setEmulatedMedia", media="print")
+    wider = page.ask("[...document.querySelectorAll('.scroll')].map(one => [one.scrollWidth, one.clientWidth])")
+    index = "[...document.querySelectorAll('.scroll td')].find(one => one.textContent === '[0, 0]')"
+    style = page.ask(f"getComputedStyle({index}).whiteSpace")
+    page.send("Emulation.setEmulatedMedia", media="")
+    assert wider and all(inside <= outside for inside, outside in wider), wider
+    assert style == "nowrap"
 
 
 @pytest.mark.parametrize("command", ["inspect", "report"])
