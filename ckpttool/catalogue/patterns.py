@@ -57,7 +57,7 @@ def pattern_meant(pattern: str, names: Sequence[str], otherwise: str) -> str:
     for whole in (begins, ends, f"*.{begins}") if not pattern.startswith("re:") else ():
         matches = compile_pattern(whole).fullmatch
         if any(map(matches, names)):
-            return f"a pattern is of whole names: did you mean `'{whole}'`?"
+            return f"a pattern matches whole names: did you mean `'{whole}'`?"
     return _expression_meant(pattern, names) or meant(pattern, [*dict.fromkeys(names)], otherwise)
 
 

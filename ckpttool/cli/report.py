@@ -33,7 +33,7 @@ def report(
     from ckpttool.operations.report import blocks
 
     if page := next((word for word in step if word.endswith((".html", ".htm"))), None):
-        raise UsageError(f"`{page}` is no step of a run", hint=f"`-o {page}` writes the page to that file")
+        raise UsageError(f"`{page}` is not a step of a run", hint=f"`-o {page}` writes the page to that file")
     if step and steps is not None:
         raise UsageError(
             f"the steps are given twice: `{' '.join(step)}` and `--steps {steps}`", hint="give one of the two"

@@ -181,7 +181,7 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
 
 def _others_have(flag: str, above: Any) -> str | None:
     """Return the hint for an option that other commands have, such as `--to` of `export`; None if none has."""
-    if flag in ("--fix", "--repair", "--recover"):
+    if flag.lstrip("-") in ("fix", "repair", "recover"):
         return "`ckpttool repair SRC DST` writes a repaired copy"
     if above is None:
         return None
@@ -197,7 +197,7 @@ def _extra_meant(extra: str, command: Any, words: list[str]) -> str | None:
     options = {flag: param for param in command.params for flag in param.opts}
     if dashed := next((word for word in words if word.startswith(_DASHES)), None):
         flag = "--" + dashed.lstrip("".join(_DASHES) + "-")
-        return f"`{dashed}` begins with a dash that is no hyphen: write `{flag}`"
+        return f"`{dashed}` begins with a dash that is not a hyphen: write `{flag}`"
     if extra.isdecimal() and "--to-world" in options:
         return f"did you mean `--to-world {extra}`?"
     if "--to" in options and "--to" not in words and (name := next((one for one in words if one in _formats()), None)):

@@ -225,7 +225,7 @@ def _owners(
     if not answers:
         order = f"the order and the sizes of the {len(counted)} of the model"
         message = f"the optimizer's state, of {count} parameters or units, does not follow {order}"
-        why = "the files are of different saves, or FSDP wrapped the model in a way that they do not record"
+        why = "the files are from different saves, or FSDP wrapped the model in a way that they do not record"
         raise CorruptError(message, hint=f"{why}: {_HINT}", found=count, expected=len(counted))
     first, *others = ([owner.parameters for owner in answer] for answer in answers)
     if any(other != first for other in others):

@@ -162,7 +162,7 @@ def lined_up(refs: Iterable[tuple[int, TensorRef]]) -> tuple[FlatPiece, ...]:
 
 def of_two_saves(message: str, **facts: Any) -> CorruptError:
     """Return the error for ranks whose files contradict each other. Pure."""
-    return CorruptError(message, hint="the files are of different saves", **facts)
+    return CorruptError(message, hint="the files are from different saves", **facts)
 
 
 def is_of_elements(value: Any) -> bool:

@@ -157,7 +157,7 @@ class Lines(NamedTuple):
 _boxes = lru_cache(maxsize=1024)(flat_range)
 
 
-_ONE_SAVE = "the files are of different saves, or the optimizer keeps state that is not of each element"
+_ONE_SAVE = "the files are from different saves, or the optimizer keeps state that is not of each element"
 
 
 def flat_groups(
@@ -241,7 +241,7 @@ def _item(state: Mapping[str, Any], key: str, number: int) -> Any:
 
 def _count(value: Any, key: str, rank: int) -> int:
     if type(value) is not int or value < 0:
-        raise CorruptError(f"`{key}` of rank {rank} is no number of elements", rank=rank)
+        raise CorruptError(f"`{key}` of rank {rank} is not a number of elements", rank=rank)
     return value
 
 
@@ -354,7 +354,7 @@ def check_lines(partition: Partition, used: Mapping[int, int], lines: Mapping[in
     unused = 0
     for rank, line in lines.items():
         if not all(map(is_line, line)):
-            raise CorruptError(f"{what} of rank {rank} is no tensor of one dimension", rank=rank)
+            raise CorruptError(f"{what} of rank {rank} is not a one-dimensional tensor", rank=rank)
         of_none = sum(ref.shape[0] for ref in line) - used.get(rank, 0)
         unused += max(0, of_none - partition.paddings.get(rank, 0))
     if unused > partition.inner:

@@ -114,7 +114,7 @@ def _lines(rank: int, state: ZeroState, key: str) -> list[TensorRef]:
     lines = state.tree.get(key)
     if not isinstance(lines, list) or not all(map(is_line, lines)):
         raise CorruptError(
-            f"`{state.file}`: `{key}` is no list of tensors of one dimension", file=state.file, rank=rank
+            f"`{state.file}`: `{key}` is not a list of one-dimensional tensors", file=state.file, rank=rank
         )
     return lines
 
@@ -163,7 +163,7 @@ def check_counts(state: ZeroState, world: int) -> None:
     most = max((n for n in count if type(n) is int), default=world) if isinstance(count, list) else count
     if type(most) is int and most != world:
         text = f"`{file}`: partitions of {most} ranks, but {world} data-parallel ranks have saved"
-        hint = "shards within groups of ranks (MiCS) are not read, and files of two saves are none"
+        hint = "shards within groups of ranks (MiCS) are not read, nor are files of two saves"
         raise ReadError(text, hint=f"{hint}: {ONE_SAVE}", file=file, found=most, expected=world)
     if isinstance(count, list) and any(type(n) is not int or n < 1 or world % n for n in count):
         raise CorruptError(f"`{file}`: partitions of {shown(count)} ranks, of {world}", hint=ONE_SAVE, file=file)
@@ -240,7 +240,7 @@ def shapes_of(tree: Mapping[str, Any], file: str) -> list[dict[str, Ints]]:
         raise CorruptError(f"`{file}` has no `param_shapes`", hint=NOT_READ, file=file)
     for name, shape in (item for group in groups for item in group.items()):
         if not isinstance(name, str) or not isinstance(shape, (TorchSize, tuple, list)):
-            raise CorruptError(f"`{file}`: `param_shapes` has a shape that is none", file=file)
+            raise CorruptError(f"`{file}`: `param_shapes` has an invalid shape", file=file)
     names = [name for group in groups for name in group]
     if len(names) != len({*names}):
         raise CorruptError(f"`{file}`: `param_shapes` has a parameter in two groups", file=file)
@@ -322,7 +322,7 @@ def masters_of(state: Mapping[str, Any], file: str) -> Masters:
     every = []
     for own, group in zip(ids, refs, strict=True):
         if not all(isinstance(ref, TensorRef) for ref in group):
-            raise CorruptError(f"`{file}`: float32 weights that are no tensors", file=file)
+            raise CorruptError(f"`{file}`: float32 weights that are not tensors", file=file)
         starts = accumulate((prod(ref.shape) for ref in group), initial=0)
         every.append([MasterLine(*one, isinstance(flat, list)) for one in zip(own, group, starts, strict=False)])
     return every

@@ -95,7 +95,9 @@ def parse(command: Sequence[str], resume_with: str | None, out: str) -> Commands
         raise UsageError(f"`--resume-with {resume_with}`: {str(error).lower()}") from None
     if quoted := next((word for word in words if word.startswith("... ")), None):
         hint = "quote the whole command again, with what resumes, in place of `...`"
-        raise UsageError(f"`--resume-with`: `...` stands for the command as a word alone, not in `{quoted}`", hint=hint)
+        raise UsageError(
+            f"`--resume-with`: `...` stands for the command only as a word of its own, not in `{quoted}`", hint=hint
+        )
     resume = [word for each in words for word in (command if each == "..." else [each])]
     commands = Commands(list(command), resume, out)
     if resume_with is not None and not any(commands.uses(one, resuming=True) for one in ("out", "checkpoint")):
@@ -110,7 +112,7 @@ def checked_pattern(checkpoints: str) -> str:
     """Return the pattern of `--checkpoints`. Raises UsageError for a placeholder that it cannot have."""
     if (unknown := _UNKNOWN.search(checkpoints)) is not None:
         hint = "`{step}` stands for the step, `{out}` for the output directory, `*` for anything else in a name"
-        raise UsageError(f"`--checkpoints {checkpoints}`: `{unknown[0]}` stands for nothing", hint=hint)
+        raise UsageError(f"`--checkpoints {checkpoints}`: `{unknown[0]}` is unknown", hint=hint)
     return checkpoints
 
 

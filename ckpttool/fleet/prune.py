@@ -397,7 +397,7 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
         if different or lost:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)
         if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:
-            raise UsageError(f"`{path}` would not be complete any more: {why_not}")
+            raise UsageError(f"`{path}` would no longer be complete: {why_not}")
         if run_items.version(locate(str(path))) != before:
             raise ReadError(f"`{path}` has changed in the meantime", file=path)
         freed = one.nbytes - (Directory(written).nbytes() if written.is_dir() else written.size())

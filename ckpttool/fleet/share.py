@@ -38,7 +38,9 @@ def share_of(text: str | None, environment: Mapping[str, str] = os.environ) -> S
 
 def _checked(index: str, count: str, origin: str) -> Share:
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        found = f"`{origin}` is no share" if origin.startswith("--") else f"`{origin}` says {index} of {count or '?'}"
+        found = (
+            f"`{origin}` is not a share" if origin.startswith("--") else f"`{origin}` says {index} of {count or '?'}"
+        )
         hint = "write `--shard I/N` with I from 0 to N-1; `--shard 0/1` is everything"
         raise UsageError(found, hint=hint)
     return Share(int(index), int(count))

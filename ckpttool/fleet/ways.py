@@ -92,7 +92,7 @@ def output(script: Script, command: Sequence[str], out: str) -> str:
         "`--out FOLDER` before the `--` for a command that always writes to FOLDER"
     )
     raise UsageError(
-        f"nothing in the command stands for its output directory: neither `{{out}}` nor `{out or 'OUT'}`"
+        f"the command does not name its output directory: it has neither `{{out}}` nor `{out or 'OUT'}`"
         + (f"; its script has {', '.join(seen[:4])}" if seen else ""),
         hint=hint,
     )

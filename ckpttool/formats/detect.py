@@ -94,9 +94,11 @@ def _unknown_directory(location: Location) -> CkptError:
     if len(files_in) == len(names) == 1 and other_files.is_archive(files_in[0].head(archives.HEAD)):
         return _unknown_file(files_in[0])
     if "saved_model.pb" in names or any(re.fullmatch(r".+\.data-\d{5}-of-\d{5}", name) for name in names):
-        return ReadError(f"`{location}`: a checkpoint of TensorFlow, by its names", hint=NOT_READ, file=location)
+        return ReadError(
+            f"`{location}`: a TensorFlow checkpoint, judging by its file names", hint=NOT_READ, file=location
+        )
     if any(name.endswith(".weights.h5") for name in names):
-        return ReadError(f"`{location}`: a model of Keras, by its names", hint=NOT_READ, file=location)
+        return ReadError(f"`{location}`: a Keras model, judging by its file names", hint=NOT_READ, file=location)
     more = ", ..." if len(names) > _SHOWN else ""
     text = f"`{location}`: contains no checkpoint of a known format ({', '.join(names[:_SHOWN])}{more})"
     downloads = location / _DOWNLOADS

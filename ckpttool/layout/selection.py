@@ -91,9 +91,9 @@ def renamed_by(planned: Catalogue, rename: Sequence[str]) -> Catalogue:
         if all(step(name) == name for name in names):
             error = _matches_nothing(f"`--rename {text}` changes no name", text, names)
             if re.search(r"\(\.|\.\*\)|\\[1-9d]|\$|\^", text):
-                error.hint = "a rule is no regular expression: `*` captures, `'layers.*.w=blocks.*.w'`"
+                error.hint = "a rule is not a regular expression: `*` captures, `'layers.*.w=blocks.*.w'`"
             elif (whole := _whole_rule(*rule(text, "--rename"), names)) is not None:
-                error.hint = f"a rule is of whole names: did you mean `--rename '{whole}'`?"
+                error.hint = f"a rule matches whole names: did you mean `--rename '{whole}'`?"
             raise error
     return rename_entries(planned, renamer(rename)) if rename else planned
 

@@ -268,7 +268,7 @@ def _targets(modules: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[
         if absent:
             yield "`target_modules` without tensors", f"none of {some(sorted(absent))}", sorted(targets)
     if others:
-        yield "modules that are no `target_modules`", some(others), targets
+        yield "modules that are not `target_modules`", some(others), targets
     layers = config.get("layers_to_transform")
     if layers is not None:
         allowed = {layers} if isinstance(layers, int) else set(layers)

@@ -46,7 +46,7 @@ def model_of(source: Catalogue, only: Sequence[str]) -> Catalogue:
     part = models[0]
     if part.kind not in ("model", "other"):
         hint = f"`ckpttool convert SRC DST --only {only[0]}` writes it"
-        raise UsageError(f"`--only {only[0]}`: a model is exported, and `{part}` is none", hint=hint)
+        raise UsageError(f"`--only {only[0]}`: only a model can be exported, and `{part}` is not one", hint=hint)
     own = {tensor.path for tensor in source.tensors if tensor.part == part and not tensor.embedded}
     model = select.select(select.start(source), lambda entry: entry.path in own)
     if not model.entries:
@@ -63,7 +63,7 @@ def tree_of(source: Catalogue, name: str, notes: list[str], *, strict: bool) -> 
     """
     known = models(source)
     if not known:
-        raise UsageError("no model in this checkpoint, whose names a tree could have")
+        raise UsageError("there is no model in this checkpoint whose names a tree could have")
     root, entries = known[0]
     own = {strip_wrappers(entry.fqn): entry.shape for entry in entries if isinstance(entry, Tensor)}
     trees = _trees(source, own)

@@ -522,7 +522,7 @@ class LazyTensor:
         """
         if self.numel != 1:
             raise ValueError(
-                f"tensor `{self.name}` {list(self.shape)} has {self.numel} elements, and `item()` is of one"
+                f"tensor `{self.name}` {list(self.shape)} has {self.numel} elements, and `item()` needs exactly one"
             )
         return numbers(self.bits().reshape(-1), self.dtype)[0].item()
 

@@ -82,7 +82,7 @@ def check_options(dst: str, remote: Mapping[str, Any]) -> None:
         flag = "--commit-message" if name == "message" else f"--{name.replace('_', '-')}"
         if value and name not in taken and "private" in taken:
             hint = "leave it out, or write to a repository: `hf://org/name`"
-            raise UsageError(f"`{flag}` is of commits, which the bucket of `{dst}` does not have", hint=hint)
+            raise UsageError(f"`{flag}` applies to commits, which the bucket of `{dst}` does not have", hint=hint)
         if value and name not in taken:
             where = "in an object store" if stores.is_remote(dst) else "a path of this machine"
             raise UsageError(f"`{flag}` is for the Hub, and `{dst}` is {where}", hint="write to `hf://org/name`")
@@ -90,7 +90,7 @@ def check_options(dst: str, remote: Mapping[str, Any]) -> None:
         raise UsageError("`--private` and `--public` exclude each other", hint="a new repository is private by default")
     if tag is not None and remote.get("create_pr"):
         hint = "tag the commit once the pull request is merged: `hf repo tag create`"
-        raise UsageError("`--tag` is of a commit, and `--create-pr` opens a pull request", hint=hint)
+        raise UsageError("`--tag` tags a commit, and `--create-pr` opens a pull request", hint=hint)
     if tag is not None and _NOT_A_TAG.search(tag):
         raise UsageError(f"`--tag {spelt(tag)}` is not a name of a tag in git", hint="such as `--tag v1.0`")
     if (found := secrets.in_text((remote.get("message") or "").encode("utf-8", "replace"))) is not None:

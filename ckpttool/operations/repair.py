@@ -218,7 +218,7 @@ def _gathered(sources: Sequence[str], result: Repaired) -> tuple[dict[str, Locat
                 originals[name] = location
             elif not _same(originals[name], location):
                 text = f"`{name}` is in `{originals[name].parent}` and in `{root}`, and they are not the same"
-                raise CorruptError(text, hint="they are of different saves: name the directories of one", file=name)
+                raise CorruptError(text, hint="they are from different saves: name the directories of one", file=name)
     if not originals:
         raise ReadError(f"`{sources[0]}`: an empty directory", file=sources[0])
     if len(sources) > 1:

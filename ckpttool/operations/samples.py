@@ -95,11 +95,11 @@ def _check_is_samples(place: Location, names: Collection[str]) -> None:
     """Raise OverwriteError for a directory with other files than samples: `--overwrite` would remove those."""
     if place.is_remote or not (place.exists() or place.is_link()):
         return
-    text = f"`{place}` exists and is no directory"
+    text = f"`{place}` exists and is not a directory"
     if place.is_dir():
         first = {name.partition("/")[0] for name in names}
         others = sorted({*place.below()}.difference(names) | {*place.names()}.difference(first))
-        text = f"`{place}` has what is no sample: {some(others, 3)}" if others else ""
+        text = f"`{place}` contains files that are not samples: {some(others, 3)}" if others else ""
     if text:
         raise OverwriteError(text, hint="name a new directory", file=place)
 

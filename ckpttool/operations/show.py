@@ -135,7 +135,7 @@ def show(path: str | os.PathLike[str], tensor: str, elements: str | None = None,
         with naming(taken(path, source.catalogue)):
             if isinstance(entry, Object):
                 if written is not None:
-                    text = f"`{name}` is no tensor and has no elements `{written}`"
+                    text = f"`{name}` is not a tensor and has no elements `{written}`"
                     raise UsageError(text, hint=f"`ckpttool show {quote(path)} {quote(name)}` shows its value")
                 shown = _object(entry, source)
             else:
@@ -176,7 +176,7 @@ def _object(entry: Object, source: Source) -> Shown:
 def _parsed(text: str, tensor: Tensor) -> Box:
     """Return the box of a slice, `[0:4, :8]`, `0:4,:8` or `3`. Raises UsageError."""
     keys, box = text.strip().removeprefix("[").removesuffix("]").split(","), list[tuple[int, int]]()
-    wrong = f"`{text}` is no slice of `{tensor.name}`, whose shape is {list(tensor.shape)}"
+    wrong = f"`{text}` is not a slice of `{tensor.name}`, whose shape is {list(tensor.shape)}"
     hint = "write `[0:4, :8]`: numbers and ranges, one for each dimension from the first"
     if len(keys) > len(tensor.shape):
         raise UsageError(wrong, hint=hint)

@@ -492,8 +492,8 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 def _check_not_inside(dst: str) -> None:
     """Raise UsageError for a destination in the directory of another checkpoint, which would have a file more."""
     if (around := checkpoint_around(local_path(dst))) is not None:
-        message = f"`{dst}` is inside the checkpoint `{around}`, which would not be what was saved any more"
-        raise UsageError(message, hint=f"write it beside: `{around.parent / local_path(dst).name}`")
+        message = f"`{dst}` is inside the checkpoint `{around}`, which it would change"
+        raise UsageError(message, hint=f"write it next to that: `{around.parent / local_path(dst).name}`")
 
 
 def check_free(result: Conversion, target: Format, options: WriteOptions) -> None:

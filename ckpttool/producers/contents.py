@@ -77,7 +77,7 @@ _LOG = re.compile(rf"{_LOGS}\.(json|ya?ml|txt|wandb|db)")
 _HEAD = 4096
 _LEFT_OUT = "`--only` leaves it out"
 _STATE = f"it may hold training state; {_LEFT_OUT}"
-_BEGUN = f"by its name a save or a download that did not end: run it again, or remove the file; {_LEFT_OUT}"
+_BEGUN = f"judging by its name, a save or download that did not finish: run it again, or remove the file; {_LEFT_OUT}"
 
 
 def layout(
@@ -233,7 +233,7 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
 
 
 def _left_over(directory: Directory, names: dict[str, None], layout: Layout) -> tuple[()]:
-    """Take out the files that are of another save than the index beside them, each with a warning."""
+    """Take out the files that are from another save than the index beside them, each with a warning."""
     for index in [c.name for c in layout.components if _INDEX.fullmatch(c.name)]:
         folder, _, base = index.rpartition("/")
         weight_map = (directory.folder(folder) if folder else directory).facts(base).get("weight_map", ())

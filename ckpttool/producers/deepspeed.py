@@ -202,7 +202,7 @@ def _checked(
         yield names
     every = {name for group in found for name in group["params"]}
     for entry in (e for name, kinds in state.items() if name not in every for e in kinds.values()):
-        builder.lose(entry, "it is of no parameter of a group")
+        builder.lose(entry, "it belongs to no parameter of a group")
     if frozen:
         text = f"no optimizer state of {some(frozen)}: written as frozen, which DeepSpeed leaves out of its groups"
         builder.notes.append(text)
@@ -299,7 +299,7 @@ def _write_universal(builder: LayoutBuilder) -> OutputLayout:
     untrained = [name for name in untrained if name not in shared]
     if untrained:
         text = f"DeepSpeed loads no buffers and frozen parameters from a universal checkpoint, {some(untrained)}"
-        builder.notes.append(f"{text}: they are those of the model that the script makes")
+        builder.notes.append(f"{text}: they are taken from the model that the script builds")
     if any(_EXPERT in name for name in shapes):
         text = "each rank of DeepSpeed calls its experts 0, 1, ..., and takes those of the first rank from a universal"
         builder.notes.append(f"{text} checkpoint: load it with `ep_size=1`, where each rank has all experts")

@@ -117,7 +117,9 @@ class FileTemplate:
                 source = original if any(tensor.chunks.file) else there
                 if not are_equal(source.catalogue.tensor(path), source, other, given):
                     text = f"`{tensor.name}` shares its bytes with another tensor in `{self.location.name}`, or they "
-                    text += "lie in another order; there it can only stay as it is, and here it has other values"
+                    text += (
+                        "are in another order; such bytes can only be copied unchanged, and here they have other values"
+                    )
                     raise LossError(text, hint="`--to torch` writes a state dict", tensor=tensor.name)
 
 

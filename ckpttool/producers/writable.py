@@ -147,7 +147,7 @@ def _layout_of(like: Catalogue, name: str) -> WritableLayout | Format:
             return _like_file(row, like, like.files[0].name)
         if name == SAME:
             return row
-        text = f"`--producer {name}`: it is of one format, and no directory of several files"
+        text = f"`--producer {name}`: it has one format, and is not a directory of several files"
         raise UsageError(text, hint=f"`--to {row.target}` writes it")
 
     def build(builder: LayoutBuilder) -> OutputLayout:

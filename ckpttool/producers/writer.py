@@ -115,7 +115,7 @@ class OutputLayout:
             within = {p: c for p, c in written.containers.items() if p[: len(key)] == key}
             result.containers |= {component.outer(path): container for path, container in within.items()}
         if options.max_shard_size is not None and not any(c.format.splits for c in self.components):
-            text = "`--max-shard-size` has no effect: no component is of safetensors"
+            text = "`--max-shard-size` has no effect: no component is a safetensors file"
             result.warnings.append(Warning("no-effect", text))
         result.entries = {path: entries[path] for path in catalogue.entries if path in entries}
         copies = [(name if isinstance(name, Location) else root / name, root / to) for name, to in self.copies]

@@ -413,7 +413,7 @@ class Causes:
             return f"the data{of} restarted: the batch of step {self.step} is that of step 1 of A"
         if all(origins.values()) and len(steps) == 1 and steps != {self.before.step}:
             by = next(iter(steps)) - self.before.step
-            return f"the data{of} is off by {by:+d} steps: the batch of step {self.step} is that of another one of A"
+            return f"the data{of} is off by {by:+d} steps: the batch of step {self.step} is that of another step of A"
         if all(origins.values()) and steps == {self.before.step} and len(ranks) == 1:
             return f"rank {', '.join(map(str, origins))} has the batch of rank {next(iter(ranks))} in step {self.step}"
         return None

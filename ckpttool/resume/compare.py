@@ -481,7 +481,7 @@ def judge(report: TrialReport | RunReport, excused: Unrepeated | None = None) ->
         equal += [f"{losses} losses" if losses > 1 else "1 loss"] if losses else []
         again = [f", and after a second one, from step {run.resumed_at}" for run in report.runs if run.name == AGAIN]
         lost = f"; not loaded, without effect in these steps: {some(report.not_loaded)}" if report.not_loaded else ""
-        anew = f"; begun anew, without effect in these steps: {some(report.begun_anew)}" if report.begun_anew else ""
+        anew = f"; reinitialised, without effect in these steps: {some(report.begun_anew)}" if report.begun_anew else ""
         judged = f"{''.join(again)}{_extent(report)}{lost}{anew}"
         report.message = f"exact resume: {' and '.join(equal)} are bit-identical{judged}"
 
@@ -546,7 +546,7 @@ def _tell_nondeterministic(report: RunReport, excused: Unrepeated) -> None:
     _tell_distances(report)
     report.message = (
         f"the command does not repeat itself: {some(decisive)} of run {excused.run} differ from those of run A "
-        f"from step {since} on, so that bit for bit nothing can be said of the resume; nothing else differs"
+        f"from step {since} on, so a bitwise comparison cannot judge the resume; nothing else differs"
     )
     if excused.run == "B" and (flag := report.stop.partition("=")[2]):
         flags = f"with `{flag} {report.at}` than with `{flag} {report.until}`"

@@ -84,7 +84,7 @@ class Explanation:
     def _not_determined(self, why_not: str, values: Sequence[str]) -> str:
         """Return that no cause is known, and what may be one."""
         anew = self._begun_anew()
-        more = f"; {', '.join(values)}" if values else f"; begun anew: {some(anew)}" if anew else ""
+        more = f"; {', '.join(values)}" if values else f"; reinitialised: {some(anew)}" if anew else ""
         return f"{compare.NOT_DETERMINED}: {why_not}{more}"
 
     def _first_lost(self, lost: list[tuple[list[str], str]]) -> list[tuple[list[str], str]]:
@@ -199,7 +199,7 @@ class Explanation:
                 lost.setdefault(tuple(ranks), []).append(name)
         return [
             f"{some(names)} of rank {', '.join(map(str, ranks))} {'were' if names[1:] else 'was'} not restored, and no "
-            "checkpoint has what comes of it"
+            "checkpoint has what follows from it"
             for ranks, names in lost.items()
             if ranks
         ]

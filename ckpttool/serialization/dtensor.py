@@ -384,7 +384,7 @@ def _placement(stub: Any) -> Placement:
             if type(dim) is int and dim >= 0 and type(factor) is int and 1 <= factor <= _MAX_PARTS:
                 return Placement(dim, factor)
         case _ if "Partial" in name:
-            message = "a partial DTensor: each rank has a summand of it, not a piece"
+            message = "a partial DTensor: each rank has a summand, not a shard"
             hint = "sum it up before it is saved: `tensor.redistribute(placements=[Replicate()])`"
             raise ReadError(message, hint=hint, found=name)
     raise ReadError(f"unknown placement `{stub_name(stub) or shown(stub)}`", found=name)

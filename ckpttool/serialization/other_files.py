@@ -24,7 +24,7 @@ WRITTEN = "name the checkpoint that it writes"
 _JSON = "a JSON document"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 _ABOUT_A_MODEL = re.compile(r".*(config|tokenizer|vocab|map|index|trainer_state|params).*\.json")
-NOT_READ = "it is no PyTorch checkpoint, and is not read"
+NOT_READ = "it is not a PyTorch checkpoint, and is not read"
 
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
 _PACKAGE, _SAVED = (".data/extern_modules",), ("version", "data/0")  # records of torch.package, and of torch.save
@@ -91,7 +91,7 @@ def is_text(name: str, head: bytes) -> bool:
 
 
 def is_archive(head: bytes) -> bool:
-    """Return whether a file is an archive or compressed, and may hold a checkpoint, by its first bytes."""
+    """Return whether a file is an archive or compressed, and may hold a checkpoint, judging by its first bytes."""
     low = head.lower()
     is_packed = any(hint in (_UNPACK, _UNZIP) and low.startswith(begins) for begins, _, hint in _OTHER_FILES)
     return is_packed or archives.is_tar(head)
@@ -122,7 +122,7 @@ def recognised(location: Location) -> CkptError | None:
         return ReadError(f"`{location}`: a tar archive", hint=_UNPACK_ALL, file=location, found="a tar archive")
     for pattern, what in ((_ONNX, "an ONNX model"), (_MSGPACK, "a msgpack file, as Flax writes")):
         if pattern.match(head):
-            return ReadError(f"`{location}`: {what}, by its first bytes", hint=NOT_READ, file=location)
+            return ReadError(f"`{location}`: {what}, judging by its first bytes", hint=NOT_READ, file=location)
     if _EVENTS.match(head):
         hint = "they have losses, not weights: name the checkpoint that the run saved"
         return ReadError(f"`{location}`: TensorBoard's events", hint=hint, file=location, found="TensorBoard's events")
@@ -141,7 +141,7 @@ def recognised(location: Location) -> CkptError | None:
             hint = named
         return ReadError(f"`{location}`: {what}", hint=hint, file=location, found=what)
     if location.suffix in _ENCRYPTED:
-        return ReadError(f"`{location}`: encrypted, by its name", hint=_DECRYPT, file=location)
+        return ReadError(f"`{location}`: encrypted, judging by its name", hint=_DECRYPT, file=location)
     return None
 
 

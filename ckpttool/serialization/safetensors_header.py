@@ -244,7 +244,7 @@ def _parse(text: bytes, what: str) -> dict[str, Any]:
             json.dumps(table, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = literal(error.object[error.start])
-            message = f"{what} has {half}, half a character, where a name or a value is to be UTF-8"
+            message = f"{what} has {half}, half a character, but names and values must be UTF-8"
             raise CorruptError(message, hint="safetensors cannot read it either", found=half) from None
     return table
 

@@ -260,7 +260,7 @@ def hand_over(optimizer: torch.optim.Optimizer, contents: dict[str, Any], path: 
     except Exception as error:
         raise UsageError(
             f"`{path}`: {type(optimizer).__name__}.load_state_dict failed: {type(error).__name__}: {error}",
-            hint="it is the optimizer's own method, or a hook of it; nothing was changed",
+            hint="it is the optimizer's own method, or one of its hooks; nothing was changed",
         ) from error
 
 

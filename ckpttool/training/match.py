@@ -179,8 +179,8 @@ def check_alike(matched: ModelMatch, matches: Sequence[GroupMatch]) -> None:
     other = next((rank for rank, crc in enumerate(contents) if crc != contents[0]), None)
     if other is not None:
         raise UsageError(
-            f"the model or the optimizer of rank {other} has other tensors than that of rank 0, and `broadcast` sends "
-            "the same to all",
+            f"the model or the optimizer of rank {other} has different tensors from that of rank 0, and `broadcast` "
+            "sends the same to all",
             hint='`strategy="parallel"` reads for each rank what it has',
         )
 
@@ -235,7 +235,7 @@ def match_groups(
         if other is not None:
             text = f"group {number} of the optimizer has a parameter of shape {list(other.shape)}"
             hint = "make the optimizer after the model is wrapped or sharded, of `model.parameters()`"
-            raise UsageError(f"{text} that is none of the model's", hint=hint)
+            raise UsageError(f"{text} that the model does not have", hint=hint)
     named = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     return match_names(optimizer.param_groups, named, saved, contents.path, elsewhere)
 

@@ -48,7 +48,7 @@ def gather(state: dict[str, Any], format: str) -> dict[str, Any]:
         if of_rank != names[0]:
             name = next(iter({*of_rank} ^ {*names[0]}), "the order")
             raise UsageError(
-                f"the sharded tensors of rank {number} are other than those of rank 0: `{name}`",
+                f"the sharded tensors of rank {number} differ from those of rank 0: `{name}`",
                 hint="every rank passes the same DTensors and ShardedTensors, in the same order",
             )
     if not names[0] and keep_shards:

@@ -49,7 +49,7 @@ def annotate(
 
 def _differs(file: str, found: int, expected: int, place: str, hint: str) -> CorruptError:
     return CorruptError(
-        f"`{file}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is of another save, or was changed",
+        f"`{file}` has CRC-32 {found:08x}, but {expected:08x} in {place}: it is from another save, or was changed",
         hint=hint,
         file=file,
         found=f"{found:08x}",

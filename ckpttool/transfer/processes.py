@@ -400,7 +400,7 @@ def coordinated() -> Iterator[Coordinator]:
         yield Coordinator()
         return
     if not _is_rank_of_world():
-        text = f"`RANK={os.environ['RANK']}` is none of the ranks of `WORLD_SIZE={os.environ['WORLD_SIZE']}`"
+        text = f"`RANK={os.environ['RANK']}` is not one of the ranks of `WORLD_SIZE={os.environ['WORLD_SIZE']}`"
         raise UsageError(text, hint=_UNSET)
     shared = _SharedWork(*_rendezvous())
     with shared.together():

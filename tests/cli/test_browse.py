@@ -250,7 +250,7 @@ def test_two_tensors_differ(tmp_path: Path) -> None:
     path = planted(tmp_path)
     row = {row.name: row for row in ckpttool.stats(path).tensors}["layers.1.up.weight"]
     nothing, shown, unmarked = screens(path, [("d",), ("search up", "d", "down", "d"), ("escape", "d", "d")])
-    assert "move to one" in nothing and "not marked any more" in unmarked
+    assert "move to one" in nothing and "no longer marked" in unmarked
     assert "differing 64 of 64 elements, 100 %" in flat(shown) and f"{row.statistics.rms:.4g}" in shown
     a = safetensors.numpy.load_file(path)
     most = np.abs(a["layers.0.up.weight"].astype(np.float64) - a["layers.1.up.weight"]).max()

@@ -56,7 +56,7 @@ MISTAKES = {
     "stats full.pt --html o.html": "hint: `ckpttool report` writes the statistics of a checkpoint as one HTML file",
     "inspect full.pt --only model": "hint: did you mean `--tensors`?",
     "inspect full.pt --csv --md": "error: `--csv` and `--md` exclude each other",
-    "convert full.pt o.pt --exclude optim": "hint: a pattern is of whole names: did you mean `'optim.*'`?",
+    "convert full.pt o.pt --exclude optim": "hint: a pattern matches whole names: did you mean `'optim.*'`?",
     "inspect -full.pt": "hint: write `./-full.pt`",
     "inspect FULL.PT": "hint: did you mean `full.pt`?",
     "convert full.pt o --to DCP": "hint: did you mean `dcp`?",
@@ -74,10 +74,10 @@ MISTAKES = {
     "check full.pt": "hint: `ckpttool check full.pt --against OTHER`;",
     "convert full.pt safetensors o": "hint: did you mean `--to safetensors`?",
     "show model.embed.weight full.pt": "hint: the checkpoint comes first, then the name of the tensor",
-    "convert full.pt o \u2014to dcp": "hint: `\u2014to` begins with a dash that is no hyphen: write `--to`",
+    "convert full.pt o \u2014to dcp": "hint: `\u2014to` begins with a dash that is not a hyphen: write `--to`",
     "reshard full.pt o --to-mesh shard=2 tp=2": "did you mean `--to-mesh shard=2,tp=2`?",
     "convert full.pt o.pt --rename model.* net.*": "did you mean `--rename 'model.*=net.*'`?",
-    "convert full.pt o.pt --rename model.(.*)=net.\\1": "hint: a rule is no regular expression: `*` captures",
+    "convert full.pt o.pt --rename model.(.*)=net.\\1": "hint: a rule is not a regular expression: `*` captures",
     "inspect full.pt --tensors full.pt step.tar": "hint: `--tensors` takes one word; in quotes, `--tensors '*.tar'`",
     "convert full.pt step.tar o.pt": "was it a pattern?",
     # Files, directories and addresses.
@@ -95,7 +95,7 @@ MISTAKES = {
     "inspect s3:/bucket/run": "hint: write `s3://bucket/run`",
     "convert runs/step-2 runs/step-2": "error: `runs/step-2` is the source, or is inside it",
     "convert full.pt o.safetensors.index.json": "name it `o.pt` or `o.safetensors`",
-    "samples full.pt": "error: `full.pt` exists and is no directory",
+    "samples full.pt": "error: `full.pt` exists and is not a directory",
     "samples full.pt --overwrite": "hint: name a new directory",
     "samples runs --overwrite": "hint: name a new directory",
     "inspect huggingface.co/org/name": "hint: write `hf://org/name`",
@@ -117,9 +117,9 @@ MISTAKES = {
     "stats full.pt --fail-on nan": "hint: compare it with a number, in quotes: `--fail-on 'nan > 0'`",
     "stats full.pt --where layer==3": """hint: a layer is a text, in quotes of its own: `--where 'layer == "3"'`""",
     "inspect full.pt --where dtype!=float32": """`--where 'dtype != "float32"'`""",
-    "inspect full.pt --tensors layers.0*": "hint: a pattern is of whole names: did you mean `'*.layers.0*'`?",
-    "stats full.pt --tensors layers.0": "hint: a pattern is of whole names: did you mean `'*.layers.0.*'`?",
-    "convert full.pt o.pt --exclude exp_avg": "hint: a pattern is of whole names: did you mean `'*.exp_avg'`?",
+    "inspect full.pt --tensors layers.0*": "hint: a pattern matches whole names: did you mean `'*.layers.0*'`?",
+    "stats full.pt --tensors layers.0": "hint: a pattern matches whole names: did you mean `'*.layers.0.*'`?",
+    "convert full.pt o.pt --exclude exp_avg": "hint: a pattern matches whole names: did you mean `'*.exp_avg'`?",
     "show full.pt model.embed.weight [0:2, :4]": "hint: a slice is one word: in quotes, `'[0:2, :4]'`",
     'show full.pt model["embed.weight"]': "hint: did you mean `model.embed.weight`?",
     'show full.pt model["layers"][0]["qkv"]["weight"]': "hint: did you mean `model.layers.0.qkv.weight`?",
@@ -159,7 +159,7 @@ MISTAKES = {
     "batch": "hint: `ckpttool batch convert RUN 'out/{step}' --to dcp`",
     "export full.pt o --only optimizer": "hint: `ckpttool convert SRC DST --only optimizer` writes it",
     "convert full.pt o.pt --only embed.weight": "a name inside a part is for `--tensors '*.embed.weight*'`",
-    "show full.pt layers.*.qkv": "hint: a pattern is of whole names: did you mean `'*.layers.*.qkv.*'`?",
+    "show full.pt layers.*.qkv": "hint: a pattern matches whole names: did you mean `'*.layers.*.qkv.*'`?",
     "show full.pt model.embed.weight 0:4 :8": "hint: a slice is one word: in quotes, `'[0:4, :8]'`",
     "show full.pt model.embed.weight --head 5": "hint: a slice is the last argument: ",
     "verify-resume run --world 2 -- python train.py --out OUT": "error: `--world` needs `{world}` in the command",
@@ -197,8 +197,14 @@ OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "Parquet": ({"a": b"PAR1\x15\x04"}, "a Parquet file, as data sets are\n"),
     "SQLite": ({"a.pt": b"SQLite format 3\0"}, "an SQLite database\n"),
     "JPEG": ({"a": b"\xff\xd8\xff\xe0"}, "`a`: a picture\n"),
-    "Flax": ({"flax_model.msgpack": b"\x81\xa6params\x80"}, "a msgpack file, as Flax writes, by its first bytes\n"),
-    "gpg": ({"a.pt.gpg": b"\x85\x01\x0c\x03\xff\xfe"}, "encrypted, by its name\nhint: decrypt it, then name what"),
+    "Flax": (
+        {"flax_model.msgpack": b"\x81\xa6params\x80"},
+        "a msgpack file, as Flax writes, judging by its first bytes\n",
+    ),
+    "gpg": (
+        {"a.pt.gpg": b"\x85\x01\x0c\x03\xff\xfe"},
+        "encrypted, judging by its name\nhint: decrypt it, then name what",
+    ),
     "openssl": ({"a.pt": b"Salted__\xff\xfe\x00\x01"}, "encrypted by openssl\nhint: decrypt it, then name what"),
     "a pointer in place of weights": (
         {"t/model.safetensors": POINTER, "t/config.json": b"{}"},
@@ -283,7 +289,7 @@ def test_a_model_of_keras(tmp_path: Path) -> None:
         archive.writestr("config.json", "{}")
         archive.writestr("model.weights.h5", b"\x89HDF\r\n\x1a\n")
     said = run("inspect", str(tmp_path / "m.keras")).stderr
-    assert "a model of Keras, by its names\nhint: it is no PyTorch checkpoint" in said
+    assert "a Keras model, judging by its file names\nhint: it is not a PyTorch checkpoint" in said
 
 
 def test_one_file_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,7 +431,7 @@ def test_a_rank_that_the_world_does_not_have(tmp_path: Path, monkeypatch: pytest
     said = run("reshard", str(CHECKPOINTS / "dcp/fsdp2_w4/ckpt"), str(tmp_path / "o"), "--to-world", "2", env=left)
     assert (said.exit_code, said.stderr) == (
         2,
-        "error: `RANK=2` is none of the ranks of `WORLD_SIZE=2`\n"
+        "error: `RANK=2` is not one of the ranks of `WORLD_SIZE=2`\n"
         "hint: without torchrun, unset RANK, WORLD_SIZE and LOCAL_RANK\n",
     )
 

@@ -491,7 +491,7 @@ def test_epochs_that_all_ranks_saved_to_one_name_are_no_ranks(tmp_path: Path) ->
     folder = save(tmp_path / "run", 2, sharded(2), "epoch_0.pt")
     save(folder, 2, sharded(2), "epoch_1.pt")
     assert [f.rank for f in read(folder, sound=False).files] == [1, 1]
-    with pytest.raises(CorruptError, match=r"epoch_0\.pt.* is of rank 1: the number in its name is not that of a rank"):
+    with pytest.raises(CorruptError, match=r"epoch_0\.pt.* is of rank 1: the number in its name is not a rank"):
         read(folder)
 
 
@@ -955,7 +955,7 @@ def test_shards_of_another_class_stop_only_what_uses_them(tmp_path: Path) -> Non
     assert_same(torch.load(tmp_path / "model.pt"), {"model": {"w": WHOLE}})
     report = verify(folder)
     assert report.verdict == "unread" and report.exit_code == 3
-    assert report.message.endswith("cannot be read in full; what is read of it is not damaged")
+    assert report.message.endswith("cannot be read in full; what could be read is not damaged")
 
 
 def test_dtensors_stay_dtensors_of_their_mesh(tmp_path: Path) -> None:

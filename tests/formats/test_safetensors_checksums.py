@@ -161,7 +161,7 @@ def test_file_of_another_save(source: Path, tmp_path: Path) -> None:
         ckpttool.convert(tmp_path / f"{name}.pt", tmp_path / name, to="safetensors", max_shard_size=300)
     mixed = sorted((tmp_path / "later").glob("*.safetensors"))[0]
     shutil.copy(mixed, tmp_path / "state")
-    with pytest.raises(CorruptError, match=rf"`{mixed.name}` is of another save than the index"):
+    with pytest.raises(CorruptError, match=rf"`{mixed.name}` is from another save than the index"):
         ckpttool.convert(tmp_path / "state", tmp_path / "x.pt")
 
 

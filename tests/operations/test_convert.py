@@ -542,7 +542,7 @@ def test_nothing_is_written_into_another_checkpoint(name: str, tmp_path: Path) -
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError, match=r"is inside the checkpoint `.*/dcp`") as raised:
         ckpttool.convert(MODEL, tmp_path / "dcp" / name, dry_run=name == "sub.pt")
-    assert raised.value.hint == f"write it beside: `{tmp_path / Path(name).name}`"
+    assert raised.value.hint == f"write it next to that: `{tmp_path / Path(name).name}`"
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / ".metadata").mkdir()  # of another program
     ckpttool.convert(MODEL, tmp_path / "beside.pt")

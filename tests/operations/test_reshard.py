@@ -321,7 +321,7 @@ def test_a_second_name_of_a_parameter_is_sharded_as_it_is(
 def test_a_mesh_says_what_it_does_not_cut(tmp_path: Path) -> None:
     """`dp=2,tp=2` was printed as `shard=2,tp=2`, and cut nothing over `tp` without a word."""
     made = ckpttool.reshard(TP, tmp_path / "a", to_mesh="dp=2, tp=2", dry_run=True)
-    assert [note.partition(":")[0] for note in made.notes if "`tp`" in note] == ["nothing is cut over `tp`"]
+    assert [note.partition(":")[0] for note in made.notes if "`tp`" in note] == ["no tensor is sharded over `tp`"]
     assert any(note.startswith("`dp` is `shard`") for note in made.notes)
     ruled = ckpttool.reshard(TP, tmp_path / "a", to_mesh="shard=2,tp=2", placements=TP_RULES, dry_run=True)
     one = ckpttool.reshard(TP, tmp_path / "a", to_mesh="shard=2,tp=1", dry_run=True)

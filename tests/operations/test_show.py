@@ -28,7 +28,7 @@ def test_the_elements_of_a_slice_are_those_of_torch(text: str, state: dict[str, 
 
 @pytest.mark.parametrize("text", ["[0:4, 9]", "[a]", "[]", "[0, 0, 0]", "[4:2]", "[::2]", "[99:]", "[1-2]"])
 def test_slices_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is no slice of `model\.layers\.0\.qkv\.weight`, whose shape is"):
+    with pytest.raises(UsageError, match=r"is not a slice of `model\.layers\.0\.qkv\.weight`, whose shape is"):
         ckpttool.show(FULL, "model.layers.0.qkv.weight", text)
 
 

@@ -771,7 +771,7 @@ def test_the_state_of_an_optimizer_under_flat_names(spelling: str, tmp_path: Pat
     save_file(moments, tmp_path / "adam.safetensors")
     assert kinds(tmp_path) == {"model": {"model"}, "optimizer": {"adam"}}
     summary = summarise(ckpttool.inspect(tmp_path))
-    assert summary.holds == "model 15, optimizer of it"
+    assert summary.holds == "model 15, its optimizer"
     assert [[state.kind for state in one.state] for one in summary.headline.optimizers] == [["exp_avg", "exp_avg_sq"]]
 
 

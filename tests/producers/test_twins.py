@@ -170,7 +170,7 @@ def test_a_shard_of_another_save_is_named(config: bool, more: bool, tmp_path: Pa
     if more:
         save_file(state, tmp_path / "ckpt" / "ema.safetensors")
     assert (
-        "`model-00003-of-00003.safetensors` is of another save: `model.safetensors.index.json` does not name it"
+        "`model-00003-of-00003.safetensors` is from another save: `model.safetensors.index.json` does not name it"
     ) in (str(warning).partition(", but")[0] for warning in ckpttool.inspect(tmp_path / "ckpt").warnings)
     assert len(converted(tmp_path / "ckpt", tmp_path / "out.pt")) == 2 * (1 + more)
     save_file({"head": torch.zeros(8, 4)}, tmp_path / "ckpt" / "model-00003-of-00003.safetensors")

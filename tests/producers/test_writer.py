@@ -247,7 +247,7 @@ def test_a_model_that_is_split(tmp_path: Path) -> None:
 def test_nothing_to_split(tmp_path: Path) -> None:
     source = path_of("run/trainer_fsdp2_w2")
     made = convert(source, tmp_path / "checkpoint-4", producer="trainer", max_shard_size="1GB")
-    assert "`--max-shard-size` has no effect: no component is of safetensors" in made.notes
+    assert "`--max-shard-size` has no effect: no component is a safetensors file" in made.notes
 
 
 def test_ids_in_the_order_of_the_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in one line: `model 31M, ema of it, AdamW of it, scheduler, RNG of 2 ranks`. Pure."""
+"""What a checkpoint holds, in one line: `model 31M, its ema, its AdamW, scheduler, RNG of 2 ranks`. Pure."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def _owners(every: Models, optimizer: OptimizerSummary) -> Sequence[Part]:
 
 
 def _of(name: str, owners: Sequence[Part], trained: Sequence[Model]) -> str:
-    """Return `ema of it`, or with the names of the models where there are several."""
+    """Return `its ema`, or with the names of the models where there are several."""
     if not owners:
         return name
     if len(trained) == 1 and owners[0] == trained[0].part:
-        return f"{name} of it"
+        return f"its {name}"
     return f"{name} of {' and '.join(map(_name, owners))}"
 
 

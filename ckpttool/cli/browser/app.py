@@ -557,7 +557,7 @@ class Browser(App[CkptError | KeyboardInterrupt | None]):
         if names.marked is None or names.marked == here:
             names.marked = None if names.marked == here else here
             names.refresh()
-            self.say("marked: d on another tensor compares the two" if names.marked else "not marked any more")
+            self.say("marked: d on another tensor compares the two" if names.marked else "no longer marked")
             return
         self.say("comparing ...")
         self._compare(names.marked, here)

@@ -360,7 +360,7 @@ def shard_table(look: Look) -> Text:
     """Return where the elements of a tensor lie: ranks, boxes and files."""
     entry = look.entry
     if entry is None:
-        return Text("shards are of one tensor", _DIM)
+        return Text("shards are shown for one tensor", _DIM)
     text = _title(safe(entry.name))
     catalogue = look.opened.catalogue
     placement = look.opened.placements.of(entry)

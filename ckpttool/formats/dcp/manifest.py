@@ -16,7 +16,7 @@ from ckpttool.storage.stores import Location
 
 _INDEX, _DATA = ".metadata", ".distcp"
 STALE = (
-    f"`{NAME}` is of an earlier save into this directory, and nothing is compared with it; "
+    f"`{NAME}` is from an earlier save into this directory, and nothing is compared with it; "
     "without it, `ckpttool verify --write-manifest` writes a new one"
 )
 _HINT = f"take another copy, or remove `{NAME}` if the checkpoint was saved again"
@@ -51,7 +51,7 @@ def grown(files: Iterable[File], manifest: Manifest) -> Iterator[CorruptError]:
         if file.size > expected:
             message = f"`{file.name}` has {file.size} bytes, but {expected} in the manifest"
             facts = {"file": file.name, "found": file.size, "expected": expected}
-            yield CorruptError(message, hint=f"it is of another save; {_HINT}", **facts)
+            yield CorruptError(message, hint=f"it is from another save; {_HINT}", **facts)
 
 
 def carried(folder: Location, names: Mapping[str, int]) -> tuple[Manifest, list[Warning]]:

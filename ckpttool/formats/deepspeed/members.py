@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed directory by their names: whose each is, which are missing, which are of another save."""
+"""The files of a DeepSpeed directory by their names: whose each is, which are missing, which are from another save."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def listed(location: Location) -> Members:
         text = f"`{location}`: no `mp_rank_00_model_states.pt` beside {some([*members.optimizer.values()])}"
         raise CorruptError(text, hint="copy it from where the checkpoint was saved", file=location)
     if members.experts and members.partitioned:
-        text = f"`{location}`: files of experts beside those of ZeRO 3, with which DeepSpeed writes none"
+        text = f"`{location}`: files of experts beside those of ZeRO 3, which DeepSpeed does not write"
         raise CorruptError(text, hint="files of two saves are mixed: move those of one away", file=location)
     if members.layers and (members.partitioned or members.experts):
         raise ReadError(f"`{location}`: a pipeline with ZeRO 3 or experts, which is not read", file=location)

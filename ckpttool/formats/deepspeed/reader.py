@@ -265,7 +265,7 @@ class _ZeroOpening(OpenDirectory):
         self.check_distinct(((by_rank[rank], refs) for rank, refs in pieces.items()), "frozen parameters", world)
 
     def _compare_saves(self, module: Mapping[str, Any], by_name: Mapping[str, Rebuilt]) -> None:
-        """Add a fault if the model states are of another save than the optimizer. One that a run did not load counts
+        """Add a fault if the model states are from another save than the optimizer. One that a run did not load counts
         other steps, too; but then the weights in 16 bits, which ZeRO 3 does not have, are those of the optimizer."""
         file, own = self.first, next(iter(self.states.values()), None)
         counted, skipped = file.tree.get("global_steps"), file.tree.get("skipped_steps")
@@ -330,7 +330,9 @@ class _ZeroOpening(OpenDirectory):
             raise CorruptError(f"`{self.states[rank].name}` has no `param_groups`", hint=ONE_SAVE)
         if not isinstance(groups, list):
             groups = [{"params": [number]} for number in range(len(shapes))]
-            text = "an elastic checkpoint has no `param_groups`: learning rates and the like are those of the script"
+            text = (
+                "an elastic checkpoint has no `param_groups`: the script has to set learning rates and similar options"
+            )
             self.warn("missing-part", text)
         zero_states.check_groups(groups, shapes, self.states[rank].name)
         named = [

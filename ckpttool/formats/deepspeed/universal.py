@@ -66,7 +66,7 @@ def read(opened: OpenDirectory) -> Folders:
         name = entry.name
         if not entry.is_dir:
             if name != _COMMON:
-                opened.catalogue.faults.append(ReadError(f"`{folder / name}` is of no parameter", hint=NOT_READ))
+                opened.catalogue.faults.append(ReadError(f"`{folder / name}` belongs to no parameter", hint=NOT_READ))
         elif name not in shape_of and isinstance(module.get(name), TensorRef):
             folders.copies.append(name)
         else:
@@ -92,7 +92,7 @@ def _read_files(opened: OpenDirectory, folder: Location, shapes: list[Ints], fol
     for name in (names := folder.names()):
         stem, dot, suffix = name.rpartition(".")
         if (dot, suffix) != (".", "pt"):
-            raise ReadError(f"`{folder / name}` is no file of a universal checkpoint", hint=NOT_READ)
+            raise ReadError(f"`{folder / name}` is not a file of a universal checkpoint", hint=NOT_READ)
         file = opened.load(0, f"{UNIVERSAL}/{parameter}/{name}", plain=True)
         value, saved = file.loaded.tree, f"{file.loaded.root}.pt"
         if saved != name and saved in names:
@@ -124,7 +124,7 @@ def _check(opened: OpenDirectory, folders: Folders) -> None:
     trained = {name for group in folders.shapes for name in group}
     named = trained.union(*(as_dict(file.tree.get(key)) for file in opened.weights for key in _NAMES))
     for name in folders.states.keys() - named if trained else ():
-        opened.fault(f"`{UNIVERSAL}/{name}` is of no parameter that `{opened.first.name}` names", tensor=name)
+        opened.fault(f"`{UNIVERSAL}/{name}` belongs to no parameter that `{opened.first.name}` names", tensor=name)
     for name in folders.states.keys() - folders.weights.keys():
         opened.fault(f"`{UNIVERSAL}/{name}` has no `fp32.pt`", _COPY, tensor=name, concerns=["model"])
     for group in folders.shapes or [dict.fromkeys(folders.states, ())]:

@@ -117,9 +117,7 @@ class _RankSetOpening:
                 self._expected.setdefault(file.ranks, []).append(file.name)
         if rank != named and not self._set.alone:
             if self._set.numbered:
-                self._fault(
-                    f"{names} is of rank {rank}: the number in its name is not that of a rank", discover.ONE_FILE
-                )
+                self._fault(f"{names} is of rank {rank}: the number in its name is not a rank", discover.ONE_FILE)
                 return None
             self._renamed.append(f"{names} (rank {rank})")
         if rank in self._by:

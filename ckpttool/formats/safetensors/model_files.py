@@ -176,7 +176,7 @@ def _with_checksums(catalogue: Catalogue, header: Header, where: str) -> Header:
         return header
     checked = checksums.checked(header, where)
     if checked is None:
-        text = f"{where}: `{checksums.KEY}` is of another file or of a later version: nothing is checked"
+        text = f"{where}: `{checksums.KEY}` is from another file or a later version: nothing is checked"
         catalogue.warnings.append(Warning("unknown-checksums", text, file=catalogue.files[-1].name))
         return header._replace(metadata={k: v for k, v in header.metadata.items() if k != checksums.KEY})
     catalogue.files[-1].crcs_at = checksums.PLACE
@@ -260,14 +260,14 @@ def open_directory(root: Location, names: Sequence[str], only: Collection[str] |
 
 def left_over(location: Location, name: str, index_name: str, model: Container[Path]) -> Warning | None:
     """Return a warning for a file that is called as those of an index, which does not name it, if all of its tensors
-    are in the model: it is of another save. None for any other file."""
+    are in the model: it is from another save. None for any other file."""
     match = _NUMBERED.fullmatch(name.rpartition("/")[2])
     if match is None or index_name.rpartition("/")[2] != f"{match[1]}{index.SUFFIX}":
         return None
     with suppress(CorruptError, ReadError):
         header = safetensors_header.read_header(location.read, 0, location.size(), name=f"`{location}`")
         if all((tensor,) in model for tensor in header.tensors):
-            text = f"`{name}` is of another save: `{index_name}` does not name it, but other files with its tensors"
+            text = f"`{name}` is from another save: `{index_name}` does not name it, but other files with its tensors"
             return Warning("stale-file", text, file=name)
     return None
 
@@ -282,7 +282,7 @@ def _joined(sharded: Location, catalogue: Catalogue) -> Warning:
             joined = catalogue.entries.get(tensor.path)
             if not isinstance(joined, Tensor) or (joined.dtype, joined.shape) != (tensor.dtype, tensor.shape):
                 which = f"`{tensor.name}`, which is another tensor in the files beside it, or none"
-                hint = "they are of another save: name one of them, or move one away"
+                hint = "they are from another save: name one of them, or move one away"
                 raise CorruptError(f"`{sharded}` has pieces of {which}", hint=hint, tensor=tensor.name)
         text = f"`{SHARDED}/` is not read: it has the pieces of the same {plural(len(pieces), 'tensor')}"
     if any(not tensor.shape for tensor in catalogue.tensors):
@@ -383,14 +383,14 @@ def check_sums(
     those of others. A file without any was written by another tool, which is warned of. Raises CorruptError for one of
     another save."""
     if expected is None:
-        text = f"{where}: its checksums are of other files or of a later version: nothing in it is checked"
+        text = f"{where}: its checksums are from other files or a later version: nothing in it is checked"
         catalogue.warnings.append(Warning("unknown-checksums", text))
     without = []
     for name in (expected or {}) if read is None else read:
         if expected is not None and name not in actual:
             without.append(name)
         elif expected is not None and actual[name] != expected[name]:
-            text = f"{where}: `{name}` is of another save than the index, by their checksums"
+            text = f"{where}: `{name}` is from another save than the index, by their checksums"
             hint = f"take all files from one save; if they do belong together, remove `{checksums.KEY}` from the index"
             raise CorruptError(text, hint=hint, file=name)
     if without:

@@ -167,7 +167,7 @@ def _nested(root: Path, entries: list[Entry]) -> Optimizer:
     strays = [str(key) for key in optimizer.loose if type(key) is int]
     if strays:
         message = f"`{optimizer.name}` has state of the ids {some(strays)}, which no group lists"
-        raise CorruptError(message, hint="`param_groups` and `state` are of two different saves", found=strays)
+        raise CorruptError(message, hint="`param_groups` and `state` are from two different saves", found=strays)
     optimizer.state = {key: items for key, items in optimizer.state.items() if key in known}
     return optimizer
 

@@ -39,7 +39,7 @@ def respell(catalogue: Catalogue, style: str, source: Catalogue | None = None) -
     """
     if style not in SPELLINGS:
         choices = ", ".join(f"`{name}`" for name in SPELLINGS)
-        raise UsageError(f"there is no spelling `{style}` of an optimizer's keys", hint=f"one of {choices}")
+        raise UsageError(f"`{style}` is not a style of optimizer keys", hint=f"one of {choices}")
     changed = [optimizer for optimizer in optimizers(catalogue) if optimizer.spelling != style]
     if not changed:
         return catalogue

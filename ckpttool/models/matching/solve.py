@@ -697,7 +697,7 @@ class _Decision:
         if layout is not None:
             return [way._replace(layout=layout) for way in ways], ""
         layouts = ["parts", *(["groups"] if by_groups else [])]
-        why = f"whether the parts of `{whole.pattern}` lie one after the other is unknown"
+        why = f"whether the parts of `{whole.pattern}` are stored one after the other is unknown"
         return [way._replace(layout=each) for each in layouts for way in ways], why
 
     def _why_another_order(self, pairing: _Pairing, leaf: str) -> str:

@@ -272,7 +272,7 @@ def _check_options(dst: str, remote: Mapping[str, Any], how: WriteOptions) -> No
         raise UsageError("`--check`: what was sent is compared by its digests in any case", hint="leave it out")
     if how.manifest is not None:
         hint = "export to a directory with `--manifest`, and send that with `hf upload`"
-        raise UsageError("`--manifest` is of local files, and these are removed as they are sent", hint=hint)
+        raise UsageError("`--manifest` lists local files, which are removed as they are sent", hint=hint)
 
 
 def _send(plan: Export, remote: Mapping[str, Any], how: WriteOptions, sending: Progress | None) -> None:

@@ -453,7 +453,7 @@ def _check_secrets(
         raise UsageError(
             f"{found[0]}, and nothing is sent" + (f"; {len(found) - 1} more files have one" if found[1:] else ""),
             hint="remove it, and revoke it if others could read it; "
-            f"if it is no secret, `--not-secret {found[0].file}` sends the file",
+            f"if it is not a secret, `--not-secret {found[0].file}` sends the file",
             file=found[0].file,
             found=[str(one) for one in found],
         )

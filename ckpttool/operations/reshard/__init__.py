@@ -257,11 +257,11 @@ def _mesh(to_world: int | None, to_mesh: str | None, like: str | None, rules: Ru
 
 
 def _mesh_notes(mesh: Mesh, rules: Rules, typed: str) -> Iterator[str]:
-    """Yield what is not obvious of a mesh: what `dp` is, and that nothing is cut over `tp` by itself."""
+    """Yield what is not obvious of a mesh: what `dp` is, and that no tensor is sharded over `tp` by itself."""
     if re.search(r"(^|,)\s*dp=", typed):
         yield "`dp` is `shard`, over which FSDP cuts parameters; over `replicate` they are copied, as DDP does"
     if mesh.size.get("tp", 1) > 1 and not any("tp" in parse_placements(text, mesh) for _, text in rules.placements):
-        yield "nothing is cut over `tp`: `--placements 'layers.*.wq.weight=tp:0'` and the like say what is"
+        yield "no tensor is sharded over `tp`: `--placements 'layers.*.wq.weight=tp:0'` shards those that match"
 
 
 def _target(to: str) -> Format:

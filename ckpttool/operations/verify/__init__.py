@@ -143,7 +143,7 @@ def _given(report: Report, *, is_own: bool) -> Manifest | None:
 
 
 def _current(run: Verification, own: Manifest | None) -> Manifest | None:
-    """Return the manifest in the checkpoint, or those in its directories as one, unless it is of an earlier save."""
+    """Return the manifest in the checkpoint, or those in its directories as one, unless it is from an earlier save."""
     if any(warning.kind == "stale-manifest" for warning in run.catalogue.warnings):
         run.report.manifest = None
         return None

@@ -70,7 +70,7 @@ def _files(
         if sizes[name] != expected:
             differing.add((root / name).absolute())
             text = f"has {sizes[name]} bytes, but {expected} in the manifest"
-            yield damage("size", name, text, "the file was cut, or is of another save")
+            yield damage("size", name, text, "the file was truncated, or is from another save")
     same = [(known_as, name) for known_as, name in listed.items() if (root / name).absolute() not in differing]
     hashed = [name for known_as, name in same if known_as in manifest.files]
     work = Work(sum(map(sizes.__getitem__, hashed)), run.progress)

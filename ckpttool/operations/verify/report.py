@@ -113,7 +113,7 @@ class Report(Result):
         nans = f", but has NaN in {plural(counts[NAN], 'tensor')}" if counts[NAN] else ""
         if self.verdict == "unread" and self.unread is not None:
             without = " without `--shapes`" if "--shapes" in (self.unread.hint or "") else " in full"
-            return f"{self.path} cannot be read{without}; what is read of it is not damaged"
+            return f"{self.path} cannot be read{without}; what could be read is not damaged"
         return f"{self.path} is whole{differs}{nans}"
 
     @property
@@ -156,7 +156,7 @@ class Verification(NamedTuple):
 
 _TITLES = {
     DAMAGE: "damaged",
-    DIFFERENCE: "other than in the other checkpoint",
+    DIFFERENCE: "different from the other checkpoint",
     NAN: "not a number",
     SUSPECT: "suspect",
     NOTE: "notes",

@@ -373,7 +373,7 @@ def stages(kind: str, strategy: str) -> str:
     try:
         ckpttool.load(place, part, strategy=strategy, strict=False)
     except ckpttool.CkptError as error:
-        said = "rank 1 has other tensors than that of rank 0" in error.message and torch.equal(weight, before)
+        said = "rank 1 has different tensors from that of rank 0" in error.message and torch.equal(weight, before)
         return "equal" if said and strategy == "broadcast" else error.message
     same = torch.equal(weight, state[f"{mine}.weight"])
     return "equal" if same and strategy == "parallel" else f"it was loaded, {same}"

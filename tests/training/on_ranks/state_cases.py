@@ -650,7 +650,7 @@ def saved_stages(kind: str, format: str) -> str:
     if wrong != "equal":
         return wrong
     sent = said(
-        lambda: ckpttool.load(place, again, fresh, strategy="broadcast"), "has other tensors than that of rank 0"
+        lambda: ckpttool.load(place, again, fresh, strategy="broadcast"), "has different tensors from that of rank 0"
     )
     again["other"] = torch.nn.Linear(1, 1)
     lacks = said(lambda: ckpttool.load(place, again, None), "missing keys: `other.weight`")
