@@ -176,19 +176,26 @@ def _option_meant(flag: str, context: Any, words: list[str]) -> str | None:
     near = difflib.get_close_matches(word, [one.lstrip("-") for one in sorted(_flags(command))], 1, _NEAR)
     if near:
         return f"did you mean `--{near[0]}`?"
-    return _others_have(flag, context.parent)
+    return _others_have(flag, _flags(command), context.parent)
 
 
-def _others_have(flag: str, above: Any) -> str | None:
-    """Return the hint for an option that other commands have, such as `--to` of `export`; None if none has."""
-    if flag.lstrip("-") in ("fix", "repair", "recover"):
+def _others_have(flag: str, own: set[str], above: Any) -> str | None:
+    """Return the hint for an option that other commands have, such as `--to` of `export`; None if none has. `own` are
+    the options of the command."""
+    name = flag.lstrip("-")
+    if name in ("fix", "repair", "recover"):
         return "`ckpttool repair SRC DST` writes a repaired copy"
+    if "--yes" in own and name in ("dry-run", "n", "simulate", "plan"):
+        return "leave it out: without `--yes`, only the plan is shown"
+    if "--sort" in own and name in ("top", "limit", "head"):
+        return "`--sort STAT` lists each tensor, the largest first: `--sort absmax`"
     if above is None:
         return None
     having = [
         one for one in above.command.list_commands(above) if flag in _flags(above.command.get_command(above, one))
     ]
-    names = " and ".join(f"`{above.command_path} {one}`" for one in having[:3])
+    *first, last = [f"`{above.command_path} {one}`" for one in having[:3]] or [""]
+    names = f"{', '.join(first)} and {last}" if first else last
     return f"{names} {'has' if len(having) == 1 else 'have'} that option" if having else None
 
 
@@ -323,6 +330,8 @@ def command_meant(name: str, names: list[str], command: str) -> str:
     word = name.replace("_", "-").lower()
     if word in _ELSEWHERE:
         return _ELSEWHERE[word]
+    if "audit" in names and word in ("check", "inspect", "verify"):
+        return f"did you mean `{command} audit`?"
     near = near_names(word, names)
     if meant := _SYNONYMS.get(word) or (f"`{near[0]}`" if near else None):
         return f"did you mean {meant}?"

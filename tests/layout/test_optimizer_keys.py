@@ -367,7 +367,7 @@ def test_a_model_in_the_order_of_its_names_says_nothing() -> None:
 
 
 def test_a_spelling_that_is_none() -> None:
-    with pytest.raises(UsageError, match="no spelling `ids`"):
+    with pytest.raises(UsageError, match="`ids` is not a style"):
         optimkeys.respell(started(small()), "ids")
 
 

@@ -541,7 +541,7 @@ def test_the_plan_has_every_start_of_the_command() -> None:
         ({"resume_with": "python t.py"}, "neither"),
         ({"resume_with": "...", "via": "dcp"}, "the path to resume from"),
         ({"to_world": 2}, "{world}"),
-        ({"resume_with": "sh -c '... --resume {checkpoint}'"}, "stands for the command as a word alone"),
+        ({"resume_with": "sh -c '... --resume {checkpoint}'"}, "stands for the command only as a word of its own"),
         ({"via": "onnx"}, "there is no such stage"),
         ({"command": ["no-such-program", "OUT", "--steps", "5"]}, "cannot be started"),
         ({"command": [sys.executable, "-c", "raise KeyError(3)", "OUT", "--steps", "5"]}, "KeyError: 3"),

@@ -230,7 +230,7 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 "a radius that is an attribute of the optimizer",
                 (
                     ("radius", "the radius reset", r"rho"),
-                    ("radius not saved", "the radius in no checkpoint", r"begun anew: `SGD.rho`"),
+                    ("radius not saved", "the radius in no checkpoint", r"reinitialised: `SGD.rho`"),
                 ),
             ),
             (
@@ -238,7 +238,7 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 "the numbers that were drawn are counted beside the states of generators",
                 (
                     ("draws", "the count of numbers drawn reset", r"draws"),
-                    ("late draws", "a count in a tuple with a state reset", r"begun anew: `loop.late`"),
+                    ("late draws", "a count in a tuple with a state reset", r"reinitialised: `loop.late`"),
                 ),
             ),
             (
@@ -273,7 +273,7 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 "progressive",
                 "dropout that grows and a layer that fades in",
                 (
-                    ("dropout from now", "dropout grows from the resume on", r"begun anew: `Dropout.p`"),
+                    ("dropout from now", "dropout grows from the resume on", r"reinitialised: `Dropout.p`"),
                     ("fade", "how far a layer has faded in reset", r"fade"),
                 ),
             ),
@@ -299,7 +299,7 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 "an optimizer that counts its steps in an attribute",
                 (
                     ("calls", "the count reset", r"calls"),
-                    ("calls not saved", "the count in no checkpoint", r"begun anew: .*`Counting.calls`"),
+                    ("calls not saved", "the count in no checkpoint", r"reinitialised: .*`Counting.calls`"),
                 ),
             ),
             ("pruned", "masks of weights, of more of them as it goes on", (("share", "the share reset", r"share"),)),
@@ -324,7 +324,7 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 "autocast from a step on",
                 (
                     ("autocast", "autocast off again", r"half"),
-                    ("autocast not saved", "autocast off again, and in no checkpoint", r"begun anew: `loop.half`"),
+                    ("autocast not saved", "autocast off again, and in no checkpoint", r"reinitialised: `loop.half`"),
                 ),
             ),
         )
@@ -1218,10 +1218,12 @@ CORPUS = (
             Fault(
                 "patience not saved",
                 "the patience of early stopping in no checkpoint, and without effect yet",
-                r"begun anew.*`waited`",
+                r"reinitialised.*`waited`",
                 expects="told",
             ),
-            Fault("tokens not saved", "the tokens seen in no checkpoint", r"begun anew.*`seen_tokens`", expects="told"),
+            Fault(
+                "tokens not saved", "the tokens seen in no checkpoint", r"reinitialised.*`seen_tokens`", expects="told"
+            ),
         ),
     ),
     Script(

@@ -199,7 +199,7 @@ def test_where_no_manifest_can_be(tmp_path: Path) -> None:
     path, out = saved(tmp_path / "a.pt", weights()), tmp_path / "out"
     with pytest.raises(errors.OverwriteError, match=r"README\.md` is a file of the checkpoint"):
         ckpttool.export(path, out, manifest=out / "README.md")
-    with pytest.raises(errors.UsageError, match="`manifest` is of local files") as caught:
+    with pytest.raises(errors.UsageError, match="`manifest` lists local files") as caught:
         ckpttool.export(path, "hf://me/model", manifest=tmp_path / "m.json")
     assert "hf upload" in (caught.value.hint or "")
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]

@@ -391,13 +391,13 @@ def test_what_lies_beside_a_model_in_a_bucket(store: Hub, tmp_path: Path) -> Non
 def test_what_is_refused(store: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     store.make_bucket("me/runs", {"run7/step-1/.metadata": (SAMPLE / ".metadata").read_bytes()})
     for words, said in (
-        (("--tag", "v1"), "`--tag` is of commits"),
-        (("--commit-message", "x"), "`--commit-message` is of commits"),
+        (("--tag", "v1"), "`--tag` applies to commits"),
+        (("--commit-message", "x"), "`--commit-message` applies to commits"),
         (("--resume",), "--resume"),
         (("--private",), "is public"),
     ):
         assert said in convert(4, *words, dst="hf://buckets/me/runs/new", code=UsageError.exit_code)["error"]["message"]
-    with pytest.raises(UsageError, match="is of commits"):
+    with pytest.raises(UsageError, match="applies to commits"):
         ckpttool.export(SAMPLE, "hf://buckets/me/runs/new", create_pr=True)
     assert "no revisions" in convert(4, dst="hf://buckets/me/runs@x/new", code=2)["error"]["message"]
     monkeypatch.setenv("HF_TOKEN", READER)
