@@ -136,7 +136,8 @@ def failed(error: BaseException, path: str, partial: Location, extra: Mapping[st
     if isinstance(error, StorageError):
         return StorageError(error.message.replace(partial, path), hint=error.hint, file=path)
     if "pickle" in str(error):
-        what = next((f"`{name}`" for name, value in extra.items() if _is_refused(value)), "what is to be saved")
+        at_fault = next((name for name in extra if _is_refused(extra[name])), None)
+        what = "what is to be saved" if at_fault is None else f"`{at_fault}`"
         message = f"`{path}`: {what} cannot be pickled: {error}"
         return UsageError(message, hint="pass values, and objects that have a `state_dict`")
     if not isinstance(error, RuntimeError):

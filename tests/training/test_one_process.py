@@ -691,7 +691,7 @@ def test_state_of_another_kind_of_optimizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["dcp", "torch"])
 def test_what_cannot_be_pickled_is_a_mistake_of_the_script(tmp_path: Path, format: str) -> None:
-    with pytest.raises(ckpttool.CkptError, match=r"what is to be saved cannot be pickled: .*lambda") as caught:
+    with pytest.raises(ckpttool.CkptError, match=r"`step` cannot be pickled: .*lambda") as caught:
         ckpttool.save(tmp_path / "saved", net(), format=format, step=lambda: 3)
     assert caught.value.exit_code == 2 and not list(tmp_path.iterdir())
 
