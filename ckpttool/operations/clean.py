@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, cast
 
 from ckpttool.analysis.result import Result
-from ckpttool.errors import DONE, ReadError, StorageError
+from ckpttool.errors import DONE, ReadError, StorageError, UsageError
 from ckpttool.reports.report import Block, Line
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
 from ckpttool.storage.remnants import Kind, Remnant
-from ckpttool.storage.stores import is_remote, local_path, locate, path_text
+from ckpttool.storage.stores import destination, is_remote, local_path, locate, path_text
 from ckpttool.text import duration, plural, size
 
 State = Literal["ended", "running", "foreign"]
@@ -122,7 +122,11 @@ def clean(directory: str | os.PathLike[str], *, yes: bool = False) -> Cleaned:
 
 def _clean_store(folder: str, *, yes: bool) -> Cleaned:
     """List what runs left in a folder of a store, whose names are those of their claims, or remove it."""
-    result, location = Cleaned(folder), locate(folder)
+    result = Cleaned(folder)
+    try:
+        location = destination(folder)  # of which nothing needs to be whole
+    except UsageError:
+        location = locate(folder)  # a whole bucket is nothing to write at
     try:
         for one in location.store.left(location.key):
             why = "nothing proves that a run of ckpttool made it" if one.state == "foreign" else None

@@ -462,8 +462,8 @@ def test_there_and_back_again(tmp_path: Path) -> None:
         out = tmp_path / str(world)
         command = [*TORCHRUN, "--nproc-per-node", str(world), "-m", "ckpttool", "reshard", before, out]
         done = subprocess.run(
-            [*map(str, command), "--to-world", str(world), "--engine", "mesh", "--json"], cwd=ROOT, capture_output=True, text=True,
-            timeout=SECONDS, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*map(str, command), "--to-world", str(world), "--engine", "mesh", "--json"], cwd=ROOT, check=False,
+            capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert json.loads(done.stdout)["engine"] == "mesh", done.stderr[-3000:]
         before = out

@@ -14,6 +14,7 @@ The next run finds that they are those that it would write.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple
 from fnmatch import fnmatchcase
@@ -29,11 +30,12 @@ from ckpttool.remote.hub import bucket_mark, client, listing, xet
 from ckpttool.remote.hub.address import Address, parse
 from ckpttool.remote.hub.bucket_mark import BucketMark
 from ckpttool.remote.hub.buckets import BucketStore, checked
+from ckpttool.remote.hub.errors import translate_errors
 from ckpttool.remote.hub.listing import RepoFile
 from ckpttool.remote.hub.local_files import Local
 from ckpttool.remote.hub.retries import repeat
 from ckpttool.remote.hub.upload import Added, Last, Progress, Sent, Upload, check_names, write_and_send
-from ckpttool.storage.stores import Location, Outgoing
+from ckpttool.storage.stores import LeftObjects, Location, Outgoing
 from ckpttool.storage.writers import ALONE, Writers
 from ckpttool.text import some
 
@@ -56,6 +58,20 @@ class Bucket(BucketStore):
 
     def discard(self, name: str, is_index: Callable[[str], bool]) -> None:
         _HubBucketUpload(Address(self._repo, None, name, is_bucket=True), None, 0, self.mark).discard(is_index)
+
+    def left(self, name: str) -> list[LeftObjects]:
+        """Return what killed runs left in a folder and those below it, by the marks that are there."""
+        upload = _HubBucketUpload(Address(self._repo, None, name, is_bucket=True), None, 0, self.mark)
+        with translate_errors(f"{self.root}/{name}" if name else self.root):
+            files = listing.list_bucket(self._api, self._repo, name)
+            found = []
+            for path in [path for path in files if path.rpartition("/")[2] == bucket_mark.NAME]:
+                if (mark := self.mark(files[path])) is not None:
+                    names = mark.left(files)
+                    nbytes, age = sum(files[each].size for each in names), max(0.0, time.time() - mark.began)
+                    remove = partial(upload.remove_left, names, path)
+                    found.append(LeftObjects(path.removeprefix(f"{name}/"), nbytes, age, mark.state, remove))
+        return found
 
     def publish(  # type: ignore[override] # options are the store's own
         self,
@@ -288,6 +304,13 @@ class _HubBucketUpload(Upload):
         indexes = [path for path in there if is_index(path)]
         self._remove(indexes)
         self._remove([path for path in there if path not in indexes])
+
+    def remove_left(self, names: Sequence[str], mark: str) -> None:
+        """Remove what a killed run left, and then its mark."""
+        self._check_token()
+        self._claimed = self.address.path
+        self._remove(names)
+        self._remove([mark])
 
     def _name(self, files: dict[str, Added]) -> None:
         digests = {path: one.digest for path, one in files.items() if one.digest is not None}

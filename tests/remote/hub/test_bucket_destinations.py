@@ -258,6 +258,41 @@ def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tm
     assert store.in_bucket("me/runs", INSIDE) == contents(tmp_path / "dcp")
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_clean_lists_and_removes_what_a_killed_run_left(
+    store: Hub, monkeypatch: pytest.MonkeyPatch, made: dict[int, dict[str, bytes]], at: int
+) -> None:
+    """By its mark: nothing else in the folder, and nothing of a run that goes on."""
+    convert(2, dst=f"{DST[:-1]}0")
+    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
+
+    def batch(*args: Any, **given: Any) -> None:
+        if next(count) == at:
+            raise KeyboardInterrupt
+        real(*args, **given)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        ckpttool.convert(SAMPLE, DST, to="dcp", to_world=4)
+    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
+    running = ckpttool.clean(DST[: -len("/step-1")])
+    assert [(one.names, one.state) for one in running.left] == [(["step-1/.ckpttool.partial"], "running")]
+    assert ckpttool.clean(DST, yes=True).verdict == "clean"
+    # Its process has ended.
+    monkeypatch.setattr("ckpttool.remote.hub.bucket_mark.is_running", lambda owner: False)
+    store.put_in_bucket("me/runs", {f"{INSIDE}notes": b"mine"})
+    (left,) = ckpttool.clean(DST).left
+    beside = ("notes", ".ckpttool.partial")
+    named = [data for name, data in store.in_bucket("me/runs", INSIDE).items() if name not in beside]
+    # Behind the last file only the mark is left.
+    assert left.state == "ended" and left.nbytes == (sum(map(len, named)) if at == 2 else 0) and named
+    assert ckpttool.clean(DST, yes=True).removed_bytes == left.nbytes
+    rest = {} if at == 2 else made[4]
+    assert store.in_bucket("me/runs", INSIDE) == {**rest, "notes": b"mine"}
+    assert store.in_bucket("me/runs", f"{INSIDE[:-2]}0/") == made[2]
+    assert ckpttool.clean(DST).left == []
+
+
 @pytest.mark.parametrize("at", range(7))
 def test_a_kill_beside_a_last_file_with_the_same_bytes(
     store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: int
