@@ -228,6 +228,7 @@ RECURSIVE = {
     "catalogue.boxes._walk": SHAPE,
     "catalogue.conditions._number": "over a condition of the command line",
     "catalogue.conditions.condition": "over a condition of the command line",
+    "catalogue.models._averaged_below": "over names, `_DEPTH` keys deep at most",
     "catalogue.parts._optimizers": LEVELS,
     "catalogue.parts.divide": LEVELS,
     "producers.contents._below": FOLDERS,

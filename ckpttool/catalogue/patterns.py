@@ -55,8 +55,10 @@ def pattern_meant(pattern: str, names: Sequence[str], otherwise: str) -> str:
     it is a part, a name that is like it, or `otherwise`."""
     begins, ends = f"{pattern}.*", f"*.{pattern}"
     for whole in (begins, ends, f"*.{begins}") if not pattern.startswith("re:") else ():
-        matches = compile_pattern(whole).fullmatch
-        if any(map(matches, names)):
+        matches = [name for name in dict.fromkeys(names) if compile_pattern(whole).fullmatch(name)]
+        if len(matches) == 1 and not re.search(r"[*?\[]", matches[0]):
+            return f"did you mean `{matches[0]}`?"
+        if matches:
             return f"a pattern matches whole names: did you mean `'{whole}'`?"
     return _expression_meant(pattern, names) or meant(pattern, [*dict.fromkeys(names)], otherwise)
 

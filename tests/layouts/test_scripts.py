@@ -146,7 +146,7 @@ def pickles_of_a_learner(run: Path) -> Expected:
     dump({key: one.numpy() for key, one in module.state_dict().items()}, learner / "rl_module" / "module_state.pkl")
     dump(state, learner / "state.pkl")
     dump({"class_and_ctor_args_file": "class_and_ctor_args.pkl"}, run / "metadata.json")
-    return Expected(count(module), said="AdamW of it")
+    return Expected(count(module), said="its AdamW")
 
 
 @script

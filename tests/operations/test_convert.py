@@ -219,7 +219,7 @@ def test_parts_from_elsewhere(tmp_path: Path) -> None:
     found = converted(tmp_path, MODEL, optim_from=FULL, check=True)
     assert_same(found["optim"], saved["optim"])
     assert_same(found["model"], original("torch/model"), ordered=False)
-    with pytest.raises(UsageError, match="has no parts of kind optimizer, and one is needed"):
+    with pytest.raises(UsageError, match="has no part of kind optimizer, and one is needed"):
         converted(tmp_path, optim_from=MODEL)
 
 

@@ -530,7 +530,7 @@ def test_a_download_that_did_not_end_is_an_error_that_says_so(tmp_path: Path) ->
     (folder / ".cache" / "a81f.incomplete").write_bytes(bytes(range(128, 256)))
     with pytest.raises(ReadError, match=r"a81f\.incomplete") as caught:
         ckpttool.convert(folder, tmp_path / "out.pt", to="torch")
-    assert "a download that did not end" in str(caught.value.hint)
+    assert "download that did not finish" in str(caught.value.hint)
 
 
 def test_what_an_interrupted_save_left_beside_the_file_of_a_framework_is_said(tmp_path: Path) -> None:
