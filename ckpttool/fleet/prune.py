@@ -39,9 +39,10 @@ from ckpttool.storage import workspace
 from ckpttool.storage.stores import Location, destination, local_path, locate, path_text
 from ckpttool.text import plural, size, some
 
-# How much larger one has to be that may hold more.
-_LARGER = 1.02
+# How much larger one has to be that may hold more, and how alike are those that hold the same.
+_LARGER, _ALIKE = 1.001, 1.02
 
+_Kinds = Mapping[Location, tuple[Counter[str], Counter[str]]]
 Action = Literal["keep", "drop", "remove", "leave"]
 _STYLES = {"remove": "red", "drop": "yellow", "leave": "yellow"}
 
@@ -202,8 +203,9 @@ class _Rule:
 
     def _last(self, directory: Directory, checkpoints: Sequence[RunCheckpoint]) -> _Last:
         """Return the run and its last checkpoints. Those that others are removed for are opened: a full disk leaves
-        files that are too short, and one that cannot be read is not complete. One that holds less than another which
-        would be removed, as it was saved when the run was killed, is kept beside it. Raises ReadError without any."""
+        files that are too short, and one that cannot be read is not complete. One of them that holds less than another
+        which would be removed, as it was saved when the run was killed, is kept beside it. Raises ReadError without
+        any."""
         judged = {one.path: one for one in checkpoints}
         kinds = {one.path: one.file_kinds(directory) for one in checkpoints}
         contents: dict[Location, Counter[str]] = {}
@@ -220,30 +222,43 @@ class _Rule:
             names = [*((whole - kinds[one.path][0]) & begun)]
             return names or sorted(contents[other.path] - contents[one.path])
 
+        def last_of(some_: Iterable[RunCheckpoint]) -> set[tuple[int, ...]]:
+            orders = [one.order for one in some_ if one.order]
+            return {*[*dict.fromkeys(reversed(orders))][: self.keep_last]}
+
         while True:
             run = runs.with_newest(directory, [*judged.values()])
-            assert run.chosen is not None
             complete = [one for one in run.checkpoints if one.complete]
-            orders = [one.order for one in complete if one.order and one.path not in less]
-            last = _Last(run, {*[*dict.fromkeys(reversed(orders))][: self.keep_last]}, less)
-            kept = [one for one in complete if one.path in less or one == run.chosen or one.order in last.orders]
-            if [look_into(one) for one in kept if one.path not in contents]:
+            newest, orders = last_of(complete), last_of(one for one in complete if one.path not in less)
+            full = [one for one in complete if one.path not in less and (one == run.chosen or one.order in orders)]
+            if [look_into(one) for one in full if one.path not in contents]:
                 continue
-            for other in (one for one in reversed(complete) if one.order and one not in kept):
-                whole, nbytes = kinds[other.path][0], other.nbytes
-                if all(nbytes <= _LARGER * one.nbytes and whole <= kinds[one.path][0] for one in kept):
-                    continue
-                if other.path not in contents and not look_into(other):
-                    break
-                found = {one.path: lacking(one, other) for one in kept if one.path not in less}
+            # Of those before the last ones, what a whole one that stays holds as well is not needed.
+            kept_less = {
+                one.path: less[one.path]
+                for one in complete
+                if one.path in less and (one.order in newest or all(lacking(other, one) for other in full))
+            }
+            kept = [one for one in complete if one in full or one.path in kept_less or one == run.chosen]
+            others = [one for one in reversed(complete) if one.order and one not in kept]
+            alike = list[RunCheckpoint]()
+            for other in sorted(others, key=lambda one: (one.path not in contents, -one.nbytes)):
+                if other.path not in contents:
+                    may_have_more = other == others[0] or any(_may_hold_more(other, one, kinds) for one in full)
+                    if not may_have_more or any(_are_alike(other, one, kinds) for one in alike):
+                        continue
+                    if not look_into(other):
+                        break
+                found = {one.path: lacking(one, other) for one in full}
                 texts = {
                     path: f"has no {some(names)}, which `{other.name}` has" for path, names in found.items() if names
                 }
                 less.update(texts)
                 if texts:
                     break
+                alike.append(other)
             else:
-                return last
+                return _Last(run, orders, less, kept_less)
 
     def _judged(self, one: RunCheckpoint, last: _Last, pointed: Collection[str]) -> PrunedCheckpoint:
         is_multiple = self.keep_every is not None and one.step is not None and one.step % self.keep_every == 0
@@ -252,8 +267,8 @@ class _Rule:
             action, why = "leave", "a link"
         elif one.why_not is not None:
             action, why = "leave", f"not complete: {one.why_not}"
-        elif one.path in last.less:
-            why = last.less[one.path]
+        elif one.path in last.kept_less:
+            why = last.kept_less[one.path]
         elif one == last.run.chosen:
             why = "the newest complete one"
         elif one.files:
@@ -276,11 +291,22 @@ class _Rule:
 @dataclass(frozen=True, slots=True)
 class _Last:
     """A run with its newest complete checkpoint, the places of the last ones that stay as they are, and those that hold
-    less than others, each with what it has not."""
+    less than others, each with what it has not; of which some stay, too."""
 
     run: RunDirectory
     orders: Collection[tuple[int, ...]]
-    less: Mapping[Location, str]
+    less: Collection[Location]
+    kept_less: Mapping[Location, str]
+
+
+def _may_hold_more(one: RunCheckpoint, other: RunCheckpoint, kinds: _Kinds) -> bool:
+    """Return whether one checkpoint is larger than another, or has files that the other has not."""
+    return one.nbytes > _LARGER * other.nbytes or not kinds[one.path][0] <= kinds[other.path][0]
+
+
+def _are_alike(one: RunCheckpoint, other: RunCheckpoint, kinds: _Kinds) -> bool:
+    """Return whether one checkpoint has the files of another, and is a little smaller at most."""
+    return one.nbytes <= other.nbytes <= _ALIKE * one.nbytes and kinds[one.path] == kinds[other.path]
 
 
 def _listed(path: str) -> tuple[run_items.RunItems, list[RunCheckpoint], Location]:

@@ -20,6 +20,8 @@ from support.paths import CHECKPOINTS
 
 import ckpttool
 from ckpttool.errors import ReadError, StorageError, UsageError
+from ckpttool.fleet import prune
+from ckpttool.producers.open import opened as ckpttool_opened
 from ckpttool.storage import tree
 
 STEPS = (5, 10, 15, 20, 25)
@@ -295,6 +297,57 @@ def test_a_step_without_its_optimizer_does_not_count_among_the_last(tmp_path: Pa
     assert names(str(tmp_path)) == {"checkpoint-20", "checkpoint-30"}
     assert result.checkpoints[-1].why == "has no `optimizer`, which `checkpoint-20` has"
     assert result.checkpoints[-2].why == "of the last 1"
+
+
+def _save_step(folder: Path, step: int, *parts: str, linear: int = 4) -> None:
+    """Save a model and other parts of a step in one file; of `small`, few of the weights are trained."""
+    model = torch.nn.Linear(linear, linear)
+    trained = [model.bias] if "small" in parts else [*model.parameters()]
+    optimizer = torch.optim.Adam(trained)
+    model(torch.ones(linear)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "step": step}
+    if "optimizer" in parts:
+        state["optimizer"] = optimizer.state_dict()
+    if "critic" in parts:
+        state["critic"] = torch.nn.Linear(linear, linear, bias=False).state_dict()
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / f"step_{step}.pt")
+
+
+def test_of_weights_between_whole_steps_the_last_stay(tmp_path: Path) -> None:
+    """A run that saves its optimizer at every tenth step: both the last steps and the last whole ones stay."""
+    for step in range(1, 33):
+        _save_step(tmp_path / "run", step, *["optimizer"] * (step % 10 == 0))
+    ckpttool.prune(tmp_path / "run", keep_last=2, yes=True)
+    assert names(str(tmp_path / "run")) == {f"step_{step}.pt" for step in (20, 30, 31, 32)}
+
+
+def test_a_run_that_has_left_out_a_part_is_still_pruned(tmp_path: Path) -> None:
+    for step in range(1, 20):
+        _save_step(tmp_path / "run", step, "optimizer", *["critic"] * (step <= 5))
+    ckpttool.prune(tmp_path / "run", keep_last=1, yes=True)
+    assert names(str(tmp_path / "run")) == {"step_5.pt", "step_19.pt"}
+
+
+def test_a_last_step_without_its_small_optimizer_does_not_replace_a_whole_one(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        _save_step(tmp_path / "run", step, "small", *["optimizer"] * (step < 4), linear=512)
+    sizes = [(tmp_path / f"run/step_{step}.pt").stat().st_size for step in (3, 4)]
+    assert sizes[0] < 1.02 * sizes[1]  # so little that it cannot be told from a longer log
+    ckpttool.prune(tmp_path / "run", keep_last=1, yes=True)
+    assert names(str(tmp_path / "run")) == {"step_3.pt", "step_4.pt"}
+
+
+def test_few_of_those_that_are_removed_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each open is several requests to a store; that they are smaller from step to step is no reason for one."""
+    for step in range(1, 41):
+        _save_step(tmp_path / "run", step, "optimizer", linear=200 - step)
+    opened: list[str] = []
+    monkeypatch.setattr(prune, "opened", lambda path: opened.append(path) or ckpttool_opened(path))
+    result = ckpttool.prune(tmp_path / "run", keep_last=1)
+    assert [*actions(result).values()].count("remove") == 39
+    assert len(opened) < 30
 
 
 def test_a_damaged_step_that_holds_more_than_the_last_stays(tmp_path: Path) -> None:
