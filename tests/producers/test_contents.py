@@ -812,6 +812,8 @@ def test_a_document_of_any_size_is_state(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('{"step": 2', "is not JSON"), ('{"step": 2, "best": [1, 2]', "is not JSON"), ('{"a": "b", "c', "is not JSON"),
+        ('{"step": 2, "done": tru', "is not JSON"), ('{"step": 2, "loss": -Infinit', "is not JSON"),
+        ('{"step": 2, "losses": [' + "1, " * 30_000 + "\0" * 9 + ", 2]}", "is not JSON"),
         ('{"step\0\0\0', "a zero at byte 6"), ("", "is empty"), ('{"step": 1, "step": 2}', "names `step` twice"),
     ],
 )  # fmt: skip
@@ -824,9 +826,15 @@ def test_a_document_that_is_damaged_is_an_error(text: str, words: str, tmp_path:
     ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp", only="model")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}', '{"step": 1, "loss": 2.5}\n{"step": 2, "lo',
+        "[2026-01-01 10:00] epoch 1, loss 2.5\n[2026-01-01 10:05] epoch 2, loss 2.4\n",
+    ],
+)  # fmt: skip
 def test_a_text_that_is_no_document_of_values_is_an_asset(text: str, tmp_path: Path) -> None:
-    """Lines of JSON, and what a person wrote, with comments."""
+    """Lines of JSON, of which the last is being written, a log, and what a person wrote, with comments."""
     torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
     (tmp_path / "words.json").write_text(text)
     assert ckpttool.inspect(tmp_path).facts["assets"] == ["words.json"]

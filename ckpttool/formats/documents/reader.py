@@ -18,6 +18,7 @@ from ckpttool.storage.stores import Location
 
 MAX_SIZE = 1 << 20  # bytes of a text that may be a document
 _MAX_NAMED = 64 << 20  # of one that begins as JSON, or is called a document: the history of a long run
+_LONGEST = len("-Infinity")  # of the values that are neither strings nor numbers
 # Words of documents that describe a model, its tokenizer or other files, and are not state.
 _DESCRIBING = {
     *("architectures", "model_type", "transformers_version", "_class_name", "_diffusers_version", "weight_map"),
@@ -75,9 +76,11 @@ def check(location: Location) -> None:
         try:
             _json(text, f"`{location}`")
         except CorruptError as error:
-            # What a person wrote is no JSON somewhere in the middle.
-            is_cut = text.rstrip()[-1:] not in (b"}", b"]") or error.facts.get("found") == len(text)
-            if is_cut or not {"found", "expected"} <= error.facts.keys():
+            at, end = error.facts.get("found"), error.facts.get("expected")
+            # What a person wrote, a log and lines of JSON are no JSON before their end, near which a cut value begins.
+            if at is None or end is None or b"\0" in text or "unterminated" in error.message:
+                raise
+            if at >= len(text.rstrip()) - _LONGEST and text[at : at + 1] not in (b"{", b"["):
                 raise
 
 
