@@ -155,7 +155,8 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
 def _are_parts(column: Mapping[str, int], group: Sequence[str], names: Sequence[str]) -> bool:
     """Return whether a number counts from 1 what a checkpoint has several of: by its name, or beside a file that has no
     number: `actor.pt critic_1.pt critic_2.pt`; or how often a file was renamed: `last.pt last.pt.1`."""
-    if all(_RENAMED.search(name) and _RENAMED.sub("", name) in names for name in group):
+    is_renamed = all(_RENAMED.search(name) and _RENAMED.sub("", name) in names for name in group)
+    if is_renamed and max(column.values(), default=0) <= 2 * len(column):
         return True
     if sorted(column.values()) != [*range(1, len(column) + 1)]:
         return False

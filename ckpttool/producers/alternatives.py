@@ -50,7 +50,9 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
         if form and not one.files:
             alike[one.name.rpartition("/")[0], is_averaged(root), form].append(one.name)
     groups = [names for names in alike.values() if len(names) > 1]
-    pointed = {name for group in groups[:1] for name in _pointed(directory, group)}
+    folders = [directory.folder(group[0].rpartition("/")[0]) for group in groups[:1]]
+    targets = {target for folder in folders for _, target in runs.pointers(folder)}
+    pointed = {name for group in groups[:1] for name in group if name.rpartition("/")[2] in targets}
     all_said = all(len(names) > 1 and all(map(_said, names)) for names in alike.values())
     if not groups or not all(_are_apart(names, entries, pointed, all_said=all_said) for names in groups):
         return None
@@ -88,13 +90,6 @@ def check_one_step(location: Location, folder: Location, names: Collection[str],
         pattern = pattern_of(newest, steps.keys() - {*newest}) if len(newest) > 1 else newest[0]
         hint = f"name the newest, `{folder / (pattern or newest[0])}`, or the run itself"
         raise UsageError(f"`{location}` names {len(of_steps)} checkpoints of a run, not one", hint=hint)
-
-
-def _pointed(directory: Directory, names: Sequence[str]) -> list[str]:
-    """Return the files that a link or a text beside them names as the newest."""
-    folder, _, _ = names[0].rpartition("/")
-    targets = {target for _, target in runs.pointers(directory.folder(folder) if folder else directory)}
-    return [name for name in names if name.rpartition("/")[2] in targets]
 
 
 def _are_apart(

@@ -222,7 +222,7 @@ def _indexed(directory: Directory, names: Collection[str], layout: Layout) -> It
         if not _INDEX.fullmatch(name):
             continue
         folder, _, base = name.rpartition("/")
-        inner = directory.folder(folder) if folder else directory
+        inner = directory.folder(folder)
         above, weight_map = f"{folder}/" if folder else "", inner.facts(base).get("weight_map")
         if isinstance(weight_map, dict) and base.endswith(".safetensors.index.json"):
             shards = sorted({f"{above}{one}" for one in weight_map.values() if isinstance(one, str)})
@@ -236,8 +236,7 @@ def _left_over(directory: Directory, names: dict[str, None], layout: Layout) -> 
     """Take out the files that are from another save than the index beside them, each with a warning."""
     for index in [c.name for c in layout.components if _INDEX.fullmatch(c.name)]:
         folder, _, base = index.rpartition("/")
-        weight_map = (directory.folder(folder) if folder else directory).facts(base).get("weight_map", ())
-        model = {(tensor,) for tensor in weight_map}
+        model = {(tensor,) for tensor in directory.folder(folder).facts(base).get("weight_map", ())}
         for name in [name for name in names if name.rpartition("/")[0] == folder]:
             if (warning := left_over(directory.at(name), name, index, model)) is not None:
                 layout.warnings.append(warning)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, islice
 from operator import and_
+from posixpath import basename
 
 from ckpttool import formats
 from ckpttool.catalogue.boxes import Ints
@@ -419,7 +420,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     all_names = _below_parts(directory)
     files: dict[Place, list[str]] = {}
-    data = [n for n in all_names if _is_data(n) or _BESIDE.fullmatch(n)]
+    data = [n for n in all_names if _BESIDE.fullmatch(n) or any(_DATA.fullmatch(basename(m)) for m in (n, *_ended(n)))]
     # What an interrupted save left beside the file that it was of is none of the step's.
     names = {*data}
     left = {name: of for name in data if (of := _ended(name) & names)}
@@ -466,10 +467,6 @@ def _ended(name: str) -> set[str]:
     """Return what a file below a directory would be called if its save had ended."""
     folder, separator, last = name.rpartition("/")
     return {f"{folder}{separator}{one}" for one in ended(last)}
-
-
-def _is_data(name: str) -> bool:
-    return any(_DATA.fullmatch(one.rpartition("/")[2]) for one in (name, *_ended(name)))
 
 
 def _is_of_rank(name: str) -> bool:

@@ -63,8 +63,10 @@ class Directory:
         return location
 
     def folder(self, name: str) -> Directory:
-        """Return the listing of a directory in it, with or without the slash."""
+        """Return the listing of a directory in it, with or without the slash; of itself for no name."""
         name = name.rstrip("/")
+        if not name:
+            return self
         if name not in self._folders:
             self._folders[name] = Directory(self.at(name))
         return self._folders[name]

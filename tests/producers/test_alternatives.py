@@ -105,6 +105,12 @@ def test_they_are_asked_for_by_name(names: str, tmp_path: Path) -> None:
     assert opened(Path(pattern)) == {*names.split()}
 
 
+def test_steps_behind_the_suffix_beside_a_copy_of_the_last(tmp_path: Path) -> None:
+    """A file that was renamed again and again is called by how often, not by steps."""
+    save(tmp_path, "ckpt.pt.100 ckpt.pt.200 ckpt.pt.300 ckpt.pt")
+    assert opened(tmp_path) == {"ckpt.pt.300"}
+
+
 def test_older_ones_that_were_renamed(tmp_path: Path) -> None:
     """The one that has the name itself is the newest, if it is of a later epoch."""
     save(tmp_path, "ckpt.pt.2 ckpt.pt.1 ckpt.pt")

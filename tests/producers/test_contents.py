@@ -813,6 +813,7 @@ def test_a_document_of_any_size_is_state(tmp_path: Path) -> None:
     [
         ('{"step": 2', "is not JSON"), ('{"step": 2, "best": [1, 2]', "is not JSON"), ('{"a": "b", "c', "is not JSON"),
         ('{"step": 2, "done": tru', "is not JSON"), ('{"step": 2, "loss": -Infinit', "is not JSON"),
+        ('{"name": "' + "\u00e9" * 30 + '", "step": 2', "is not JSON"), ('{"a": "' + "b" * 40, "is not JSON"),
         ('{"step": 2, "losses": [' + "1, " * 30_000 + "\0" * 9 + ", 2]}", "is not JSON"),
         ('{"step\0\0\0', "a zero at byte 6"), ("", "is empty"), ('{"step": 1, "step": 2}', "names `step` twice"),
     ],
@@ -829,7 +830,8 @@ def test_a_document_that_is_damaged_is_an_error(text: str, words: str, tmp_path:
 @pytest.mark.parametrize(
     "text",
     [
-        '{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}', '{"step": 1, "loss": 2.5}\n{"step": 2, "lo',
+        '{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}',
+        '{"step": 1, "loss": 2.5}\n{"step": 2, "lo',
         "[2026-01-01 10:00] epoch 1, loss 2.5\n[2026-01-01 10:05] epoch 2, loss 2.4\n",
     ],
 )  # fmt: skip

@@ -76,11 +76,12 @@ def check(location: Location) -> None:
         try:
             _json(text, f"`{location}`")
         except CorruptError as error:
-            at, end = error.facts.get("found"), error.facts.get("expected")
-            # What a person wrote, a log and lines of JSON are no JSON before their end, near which a cut value begins.
-            if at is None or end is None or b"\0" in text or "unterminated" in error.message:
+            if b"\0" in text or not {"found", "expected"} <= error.facts.keys():
                 raise
-            if at >= len(text.rstrip()) - _LONGEST and text[at : at + 1] not in (b"{", b"["):
+            # What a person wrote, a log and lines of JSON are no JSON before their end, near which a cut value begins.
+            spelt, at = text.decode().rstrip(), error.facts["found"]
+            is_cut_string = spelt[at : at + 1] == '"' and spelt[-1] not in "}]"
+            if is_cut_string or (at >= len(spelt) - _LONGEST and spelt[at : at + 1] not in ("{", "[")):
                 raise
 
 
