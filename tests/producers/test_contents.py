@@ -845,9 +845,18 @@ def test_a_text_that_is_no_document_of_values_is_an_asset(text: str, tmp_path: P
 def test_a_document_that_is_too_large_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_MAX_NAMED", 1000)
     monkeypatch.setattr(reader, "MAX_SIZE", 100)
+    monkeypatch.setattr(reader, "_MAX_NAMES", 20)
     torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
-    for name, text in (("state.json", json.dumps({"steps": [*range(1000)]})), ("state.yaml", "a: 1\n" * 30)):
+    for name, text, most in (
+        ("state.json", json.dumps({"steps": [*range(1000)]}), "bytes, more than the 1000 "),
+        ("state.json", json.dumps({f"of{n}": n * n for n in range(40)}), "names, more than the 20 "),
+        ("state.yaml", "a: 1\n" * 30, "bytes, more than the 100 "),
+    ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(CorruptError, match=f"{name}` has .* bytes, more than"):
+        with pytest.raises(ReadError, match=f"{name}` has .* {most}") as caught:
             ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp")
+        assert "--only" in str(caught.value.hint)
         (tmp_path / name).unlink()
+    # What numbers words is of a tokenizer.
+    (tmp_path / "word2id.json").write_text(json.dumps({f"token{n}": n for n in range(40)}))
+    assert ckpttool.inspect(tmp_path).facts["assets"] == ["word2id.json"]

@@ -12,12 +12,13 @@ from ckpttool.catalogue.flatten import flatten
 from ckpttool.catalogue.protocols import NO_HINTS, OpenOptions, PlacedSource, Source
 from ckpttool.catalogue.values import walk
 from ckpttool.catalogue.work_limit import working
-from ckpttool.errors import CkptError, CorruptError
+from ckpttool.errors import CkptError, CorruptError, ReadError
 from ckpttool.serialization import plain_yaml, strict_json
 from ckpttool.storage.stores import Location
 
 MAX_SIZE = 1 << 20  # bytes of a text that may be a document
 _MAX_NAMED = 64 << 20  # of one that begins as JSON, or is called a document: the history of a long run
+_MAX_NAMES = 200_000  # in a text that may be a document: each is an entry of the catalogue
 _LONGEST = len("-Infinity")  # of the values that are neither strings nor numbers
 # Words of documents that describe a model, its tokenizer or other files, and are not state.
 _DESCRIBING = {
@@ -55,7 +56,8 @@ def _value(location: Location, first: bytes, parse: _Parse) -> Any:
         size, head = location.size() if location.is_file() else 0, location.head(4096)
         most = _MAX_NAMED if parse is _json and _begins_json(head) else MAX_SIZE
         if 0 < size <= most and re.match(rb"\s*" + first, head):
-            return parse(location.read(), f"`{location}`")
+            text = location.read()
+            return parse(text, f"`{location}`") if text.count(b":") <= _MAX_NAMES else None
     return None
 
 
@@ -64,17 +66,19 @@ def _begins_json(head: bytes) -> bool:
 
 
 def check(location: Location) -> None:
-    """Raise CorruptError for a document that is damaged, or larger than what is read, of a text that is none of values;
-    other texts are no documents: lines of JSON, JSON with comments, words."""
+    """Raise CorruptError for a document that is damaged, and ReadError for one larger than what is read, of a text that
+    is none of values; other texts are no documents: lines of JSON, JSON with comments, words, a vocabulary."""
     size, is_json_ = location.size(), location.suffix == ".json" and _begins_json(location.head(4096))
     if size == 0 and location.suffix == ".json":
         raise CorruptError(f"`{location}` is empty", hint="the copy or the save did not end", found=0)
     if size > MAX_SIZE and (location.suffix in (".yaml", ".yml") or (is_json_ and size > _MAX_NAMED)):
-        raise _too_large(location, size, _MAX_NAMED if is_json_ else MAX_SIZE)
+        raise _too_large(location, f"{size} bytes", _MAX_NAMED if is_json_ else MAX_SIZE)
     if is_json_:
         text = location.read()
         try:
-            _json(text, f"`{location}`")
+            value = _json(text, f"`{location}`")
+            if (count := text.count(b":")) > _MAX_NAMES and _holds_values(value) and not _is_vocabulary(value):
+                raise _too_large(location, f"up to {count} names", _MAX_NAMES)
         except CorruptError as error:
             if b"\0" in text or not {"found", "expected"} <= error.facts.keys():
                 raise
@@ -85,8 +89,15 @@ def check(location: Location) -> None:
                 raise
 
 
-def _too_large(location: Location, size: int, most: int) -> CorruptError:
-    return CorruptError(f"`{location}` has {size} bytes, more than {most} of a document", expected=most)
+def _too_large(location: Location, size: str, most: int) -> ReadError:
+    return ReadError(f"`{location}` has {size}, more than the {most} of a document that is read", file=location)
+
+
+def _is_vocabulary(value: Any) -> bool:
+    """Return whether a value numbers words: each has an index of its own, and none is left out."""
+    return (
+        isinstance(value, dict) and {*map(type, value.values())} == {int} and {*value.values()} == {*range(len(value))}
+    )
 
 
 def _holds_values(value: Any) -> bool:
@@ -109,7 +120,7 @@ def open_yaml(location: Location, options: OpenOptions = NO_HINTS) -> Source:
 def _open(format: str, location: Location, parse: _Parse) -> Source:
     size = location.size()
     if size > _MAX_NAMED:
-        raise _too_large(location, size, _MAX_NAMED)
+        raise CorruptError(f"`{location}` has {size} bytes, more than {_MAX_NAMED} of a document", expected=_MAX_NAMED)
     catalogue = Catalogue(format, [File(location, location.name, size)], facts={"layout": "document"})
     with working(size):
         flatten(parse(location.read(), f"`{location}`"), catalogue, (), lambda value, path, embedded: value)
