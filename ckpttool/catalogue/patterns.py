@@ -4,6 +4,7 @@ expression that must match the whole name. Pure."""
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 from collections.abc import Callable, Sequence
 from operator import add
@@ -53,6 +54,8 @@ def rule(text: str, flag: str) -> tuple[str, str]:
 def pattern_meant(pattern: str, names: Sequence[str], otherwise: str) -> str:
     """Return the hint for a pattern that matches none of the names: the one that matches the whole of names of which
     it is a part, a name that is like it, or `otherwise`."""
+    if pattern in names and not pattern.startswith("re:"):
+        return f"`[` begins a set of characters in a pattern: for that name, write `'{glob.escape(pattern)}'`"
     begins, ends = f"{pattern}.*", f"*.{pattern}"
     for whole in (begins, ends, f"*.{begins}") if not pattern.startswith("re:") else ():
         matches = [name for name in dict.fromkeys(names) if compile_pattern(whole).fullmatch(name)]

@@ -52,9 +52,9 @@ class Commands:
         return _PLACEHOLDER.sub(value, text)
 
     def check_world(self, world: int | None, to_world: int | None) -> None:
-        """Raise UsageError for a number of ranks that the command, or the one that resumes, does not take."""
-        for flag, given, resuming in (("--world", world, False), ("--to-world", to_world, True)):
-            if given is not None and not self.uses("world", resuming=resuming):
+        """Raise UsageError for a number of ranks that neither command takes, or not the one that resumes on others."""
+        for flag, given, kinds in (("--world", world, (False, True)), ("--to-world", to_world, (True,))):
+            if given is not None and not any(self.uses("world", resuming=one) for one in kinds):
                 hint = "`torchrun --nproc-per-node {world} train.py`"
                 raise UsageError(f"`{flag}` needs `{{world}}` in the command, for the number of ranks", hint=hint)
 

@@ -107,8 +107,9 @@ class Checkpoints:
 
     @property
     def processes(self) -> set[str]:
-        """The processes that kept the checkpoints."""
-        return {keep.moment(snapshot, "process") for snapshot, _ in self.kept.values()}
+        """The processes that saved checkpoints: one that keeps them where its first step begins has found them."""
+        every = (snapshot for snapshot, _ in self.kept.values())
+        return {keep.moment(one, "process") for one in every if (keep.moment(one, "number") or 1) > 1}
 
     def _infer(self, written: patterns.WrittenFiles) -> None:
         """Take the pattern of what was written so far; what was found by another is looked for anew."""
@@ -159,11 +160,10 @@ class Checkpoints:
     def began(self, key: str = "step") -> dict[int, Any]:
         """Return the optimizer step that began after each checkpoint was saved, as the run counts them; None where that
         was not seen. With another `key` its `number` among those of all optimizers, or what each had `taken`."""
-        return {
-            step: keep.moment(self.kept[step][0], key) if step in self.kept else None
-            for step, path in self.find().items()
-            if self.why_not(path) is None
-        }
+        every = [step for step, path in self.find().items() if self.why_not(path) is None]
+        seen, own = {step: self.kept[step][0] for step in every if step in self.kept}, self.processes
+        seen = {step: one for step, one in seen.items() if not own or keep.moment(one, "process") in own}
+        return {step: keep.moment(seen[step], key) if step in seen else None for step in every}
 
     def beside(self, step: int, since: int = 0) -> dict[str, str]:
         """Return the files that were written with the checkpoint of a step, and are of none: by name, with their paths.

@@ -461,6 +461,14 @@ def test_an_error_of_a_run_names_its_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert os.listdir() == ["run"]
 
 
+def test_a_name_with_brackets_in_place_of_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a[0].w": torch.ones(3), "b": torch.ones(2)}, "m.pt")
+    for words in (["inspect", "m.pt"], ["stats", "m.pt"], ["convert", "m.pt", "o.pt"]):
+        assert "for that name, write `'a[[]0].w'`" in run(*words, "--tensors", "a[0].w").stderr
+        assert run(*words, "--tensors", "a[[]0].w").exit_code == 0
+
+
 def test_a_script_in_place_of_the_command_that_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import sys\n")

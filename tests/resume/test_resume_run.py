@@ -527,6 +527,11 @@ def test_the_plan_has_every_start_of_the_command() -> None:
     planned = json.loads(run_command(*words, "--", "torchrun", "--nproc-per-node", "{world}", "t.py", "OUT").stdout)
     assert (planned["verdict"], planned["rule"], planned["cost"]["runs"]) == ("planned", "control", 3)
     assert planned["runs"][0]["command"][2] == "2" and planned["runs"][1]["command"][-2] == "--resume"
+    # A command that has a number of ranks of its own may resume by one that takes it.
+    resume = "torchrun --nproc-per-node {world} t.py {checkpoint}"
+    words = ["--world", "2", "--at", "2", "--until", "3", "--resume-with", resume, "--dry-run", "--json", "--"]
+    planned = json.loads(run_command("verify-resume", "run", *words, "sh", "two-ranks.sh", "OUT").stdout)
+    assert planned["runs"][1]["command"][2] == "2"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,22 @@ def test_what_another_rank_wrote_later_belongs_to_the_last_checkpoint(tmp_path: 
     assert found.find()[2] == str(out / "at-2")
 
 
+def test_a_program_that_finds_a_checkpoint_has_not_saved_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that evaluates the last checkpoint, and trains something of its own, keeps it where its first step begins."""
+    out, kept = tmp_path / "out", str(tmp_path / "kept")
+    found = Checkpoints("{step}.safetensors", str(out), kept)
+    for process, step, number in ((7, 4, 5), (7, 8, 9), (8, 12, 1)):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        saved(out / f"{step}.safetensors")
+        Keeper(str(out), kept).keep(number, number, {})
+    assert found.began() == {4: 5, 8: 9, 12: None} and found.processes == {"7"}
+    # Where each program saves once, at its end, the next one shows when that was.
+    (out / "4.safetensors").unlink()
+    alone = Checkpoints("{step}.safetensors", str(out), str(tmp_path / "alone"))
+    Keeper(str(out), str(tmp_path / "alone")).keep(1, 1, {})
+    assert alone.began() == {8: 1, 12: 1} and not alone.processes
+
+
 @pytest.mark.parametrize("is_later", [False, True])
 def test_a_file_that_was_kept_under_its_temporary_name_is_the_one_that_it_was_renamed_to(
     is_later: bool, tmp_path: Path
