@@ -9,7 +9,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,6 @@ def test_a_kill_between_two_batches(
     monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=2, overwrite=True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
     moment = at + is_done  # batches that were done
     if moment in (0, 1, 4, 5, 6):
         assert ckpttool.inspect(DST).world_size == (4 if moment < 2 else 2)
@@ -228,6 +227,21 @@ HALVES = {
 }
 
 
+@contextmanager
+def killed_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[None]:
+    """Context manager of a run that is killed before one of its requests that change the bucket, counted from 0."""
+    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
+
+    def batch(*args: Any, **given: Any) -> None:
+        if next(count) == number:
+            raise KeyboardInterrupt
+        real(*args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
+        yield
+
+
 @pytest.mark.parametrize("kind", HALVES)
 def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
     """What a killed run has named, all but the last file, is no checkpoint, as the mark says; nor is it in a run."""
@@ -235,17 +249,8 @@ def test_a_half_that_looks_whole(store: Hub, monkeypatch: pytest.MonkeyPatch, tm
     torch.save({"model": {"a": weight, "b": torch.zeros(64), "tied": weight}}, tmp_path / "tied.pt")
     source = tmp_path / "tied.pt" if "only" in options else SAMPLE
     ckpttool.convert(source, f"{DST[:-1]}0", **options)
-    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
-
-    def batch(*args: Any, **given: Any) -> None:
-        if next(count) == 2:
-            raise KeyboardInterrupt
-        real(*args, **given)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    with killed_at(monkeypatch, 2), pytest.raises((KeyboardInterrupt, SystemExit)):
         ckpttool.convert(source, DST, **options)
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
     assert len(store.in_bucket("me/runs", INSIDE)) > 2
     with pytest.raises(RemoteError, match="is not a whole checkpoint: a run writes it, or has ended"):
         ckpttool.inspect(DST)
@@ -264,17 +269,8 @@ def test_clean_lists_and_removes_what_a_killed_run_left(
 ) -> None:
     """By its mark: nothing else in the folder, and nothing of a run that goes on."""
     convert(2, dst=f"{DST[:-1]}0")
-    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
-
-    def batch(*args: Any, **given: Any) -> None:
-        if next(count) == at:
-            raise KeyboardInterrupt
-        real(*args, **given)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
+    with killed_at(monkeypatch, at), pytest.raises((KeyboardInterrupt, SystemExit)):
         ckpttool.convert(SAMPLE, DST, to="dcp", to_world=4)
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", real)
     running = ckpttool.clean(DST[: -len("/step-1")])
     assert [(one.names, one.state) for one in running.left] == [(["step-1/.ckpttool.partial"], "running")]
     assert ckpttool.clean(DST, yes=True).verdict == "clean"
@@ -304,15 +300,7 @@ def test_a_kill_beside_a_last_file_with_the_same_bytes(
     files = [Outgoing(name, 1, path=str(tmp_path / name)) for name in new]
     for name, data in new.items():
         (tmp_path / name).write_bytes(data)
-    real, count = huggingface_hub.HfApi.batch_bucket_files, iter(range(9))
-
-    def batch(*args: Any, **given: Any) -> None:
-        if next(count) == at:
-            raise KeyboardInterrupt
-        real(*args, **given)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "batch_bucket_files", batch)
-    with pytest.raises(KeyboardInterrupt) if at < 6 else nullcontext():
+    with killed_at(monkeypatch, at), pytest.raises(KeyboardInterrupt) if at < 6 else nullcontext():
         destination(DST).publish(files, overwrite=True, replaces=[*old])
     seen = {} if at in (2, 3) else old if at < 2 else new
     assert (names_at(DST) if seen else set()) == set(seen)
