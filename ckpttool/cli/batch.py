@@ -16,7 +16,7 @@ from ckpttool.fleet.item import WRITERS, function_of
 
 
 def batch(
-    words: options.BatchCommand, *,
+    words: options.BatchCommand, *, steps: options.StepsOfBatch = "all",
     jobs: options.Jobs = 1, new: options.New = False, watch: options.Watch = None, shard: options.ShardOfBatch = None,
     as_json: options.AsJson = False, quiet: options.Quiet = False, verbose: options.Verbose = False,
 ) -> None:  # fmt: skip
@@ -28,6 +28,7 @@ def batch(
 
     Examples:
         ckpttool batch convert run7 'hf/{step}' --to safetensors --only model
+        ckpttool batch --steps 1000..4000 convert run7 '{step}.pt'
         ckpttool batch -j 4 export 'run7/step-*' 'models/{step}' --like hf://org/base
         ckpttool batch --watch 3600 verify run7 'checked/{name}.json'
     """
@@ -52,7 +53,9 @@ def batch(
     try:
         arguments = parsed(name, command, rest)
     except UsageError as error:
-        if flag := next((flag for flag in ("--watch", "--shard", "--jobs", "--new") if flag in error.message), None):
+        if flag := next(
+            (flag for flag in ("--steps", "--watch", "--shard", "--jobs", "--new") if flag in error.message), None
+        ):
             hint = f"options of batch come first: `ckpttool batch {flag} ... {name} ...`"
             raise UsageError(error.message, hint=hint) from None
         raise
@@ -61,7 +64,10 @@ def batch(
     verbose |= arguments.pop("verbose")
     *sources, dst = _paths(arguments, name)
     given = _given(command, arguments, name)
-    call = partial(ckpttool.batch, name, sources, dst, jobs=jobs, new=new, watch=watch, shard=shard, **given)
+    steps = given.pop("steps", steps)  # of `stats`, it is the same behind the name
+    call = partial(
+        ckpttool.batch, name, sources, dst, steps=steps, jobs=jobs, new=new, watch=watch, shard=shard, **given
+    )
     respond(call, blocks, as_json=as_json, quiet=quiet, verbose=verbose)
 
 

@@ -81,6 +81,8 @@ Steps = Annotated[Text, option("--steps STEPS", SELECTION,
     "Show all complete checkpoints of a run (all) or some (500,1000 or 500..900) side by side.")]
 ListedSteps = Annotated[Steps, Reworded(
     "List only some steps of a run (500,1000 or 500..900 or all), and show the newest of them.")]
+StepsOfBatch = Annotated[Steps, Reworded(
+    "Process only these steps of a run: 500,1000 or 500..900.")]
 ModelFrom = Annotated[Text, option("--model-from PATH", SELECTION, "Read the model from another checkpoint.")]
 OptimFrom = Annotated[Text, option("--optim-from PATH", SELECTION, "Read the optimizer from another checkpoint.")]
 Take = Annotated[Text, option("--take TREE", SELECTION,

@@ -22,6 +22,8 @@ from typing import Any
 
 from ckpttool import formats
 from ckpttool.analysis.result import as_json
+from ckpttool.catalogue import step_choice
+from ckpttool.catalogue.step_choice import StepWords
 from ckpttool.errors import CkptError, OverwriteError, ReadError, UsageError
 from ckpttool.fleet import item as items
 from ckpttool.fleet import run_items
@@ -52,6 +54,7 @@ def batch(
     src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
+    steps: StepWords = "all",
     jobs: int = 1,
     new: bool = False,
     watch: float | None = None,
@@ -69,6 +72,8 @@ def batch(
         src: a run, a pattern, or several paths of runs and checkpoints.
         dst: where each goes, with `{step}` or `{name}` in it, as in the other options. `verify` and `stats` write
             there what they print with `--json`.
+        steps: the checkpoints to take: all, some by their steps (`[500, 1000]` or `"500,1000"`), or a range
+            (`"500..900"`). Those of no step are called by their names.
         jobs: how many are worked on at once, by this process.
         new: whether to leave alone whatever lies at the place of one.
         watch: seconds without a new checkpoint after which to stop following a run that is being trained.
@@ -78,7 +83,7 @@ def batch(
         options: those of the command.
 
     Raises:
-        UsageError: if the options do not fit, or two checkpoints have the same destination.
+        UsageError: if the options do not fit, two checkpoints have the same destination, or none has a chosen step.
         ReadError: if there is nothing at `src`.
         StorageError: if the log cannot be written, or another process is gone.
     """
@@ -92,11 +97,12 @@ def batch(
         raise UsageError(f"`{dst}` has `{wrong[0]}` in it", hint="`{step}` and `{name}` are filled in", found=wrong[0])
     result = Batch(command, dst, shard=f"{part.index}/{part.count}" if part.count > 1 else None)
     with coordinated() as coordinator:
-        passed = {"sources": sources, "dst": dst, "new": new, "watch": watch, "shard": shard}
+        words = step_choice.words_of(steps)
+        passed = {"sources": sources, "dst": dst, "steps": words, "new": new, "watch": watch, "shard": shard}
         if isinstance(to := options.get("to"), str):
             formats.named(to)  # a word that is none is a mistake once, and not of each checkpoint
         check_arguments(coordinator, {"command": command, **passed, **_recorded(options)})
-        work = _Work(result, sources, options, jobs, new, part, coordinator, progress)
+        work = _Work(result, sources, words, options, jobs, new, part, coordinator, progress)
         if watch is None:
             work.round(is_live=False)
         else:
@@ -138,6 +144,7 @@ class _Work:
         self,
         result: Batch,
         sources: Sequence[str],
+        steps: Sequence[str],
         options: Mapping[str, Any],
         jobs: int,
         new: bool,
@@ -145,7 +152,7 @@ class _Work:
         coordinator: Coordinator,
         progress: Progress | None,
     ) -> None:
-        self._result, self._sources, self._options, self._jobs = result, sources, options, jobs
+        self._result, self._sources, self._steps, self._options, self._jobs = result, sources, steps, options, jobs
         self._new, self._part, self._coordinator, self._progress = new, part, coordinator, progress
         self._rounds, self._is_live = 0, False
         self._seen: dict[str, str] = {}  # the versions of what is not complete, or may not be
@@ -199,7 +206,12 @@ class _Work:
         UsageError or ReadError."""
         found, result = run_items.listed(self._sources), self._result
         result.others = [str(one) for one in found.others]
-        every = [(self._item(one), one) for one in found.checkpoints]
+        labels = [one.label for one in found.checkpoints]
+        if not is_live and labels:
+            message = f"no checkpoint of {some(self._sources)} has the step"
+            step_choice.check(labels, self._steps, message, "there are the steps")
+        chosen = step_choice.chosen(labels, found.checkpoints, self._steps)
+        every = [(self._item(one), one) for one in chosen]
         result.total = len(every)
         if every and all(item.error for item, _ in every) and (error := every[0][0].error):
             raise UsageError(f"`{every[0][0].source}` {error['message'].removeprefix('it ')}", hint=error["hint"])

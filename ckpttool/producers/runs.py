@@ -19,6 +19,7 @@ from operator import and_
 from posixpath import basename
 
 from ckpttool import formats
+from ckpttool.catalogue import step_choice
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.parts import PER_RANK, kind_of_key
 from ckpttool.catalogue.step_names import Place, pattern_of, places_of, step_in, time_in
@@ -53,7 +54,6 @@ _MAX_FOLDERS = 100  # in which runs are looked for, to name them in an error
 _INDEX_READ = 1 << 20  # largest `.metadata` whose names are checked, of every checkpoint of a run
 _INDEX_MOST = 1 << 30  # and of the one to open
 
-_DASHED = re.compile(r"(\d+)-(\d+)")
 _NOT_ENDED = "its name says that the save did not end"
 
 
@@ -81,6 +81,10 @@ class RunCheckpoint:
     @property
     def complete(self) -> bool:
         return self.why_not is None
+
+    @property
+    def label(self) -> str:
+        return self.name if self.step is None else str(self.step)
 
     def file_kinds(self, run: Directory) -> tuple[Counter[str], Counter[str]]:
         """Return the names of its files without numbers, and those of files that a save did not end, as they would be
@@ -169,30 +173,16 @@ def checkpoints(path: str) -> list[RunCheckpoint]:
     return search(Directory(location))[1] if location.is_dir() else []
 
 
-def chosen_steps(location: Location, steps: int | str | Sequence[int | str]) -> list[RunCheckpoint]:
+def chosen_steps(location: Location, steps: step_choice.StepWords) -> list[RunCheckpoint]:
     """Return the complete checkpoints of a run, oldest first: `all`, or those of some steps, `500,1000` or `500..900`.
     Raises UsageError if there is no run, or none of a step."""
-    complete = [checkpoint for checkpoint in checkpoints(location) if checkpoint.complete]
-    names = [str(name).strip() for name in (str(steps).split(",") if isinstance(steps, int | str) else steps)]
+    complete, words = [one for one in checkpoints(location) if one.complete], step_choice.words_of(steps)
     if not complete:
-        text = f"`{location}` is not a run with complete checkpoints from which to take steps: {', '.join(names)}"
+        text = f"`{location}` is not a run with complete checkpoints from which to take steps: {', '.join(words)}"
         raise UsageError(text, hint="name the directory that has the checkpoints of several steps")
-    if names == ["all"]:
-        return complete
-    by_step = {str(one.name if one.step is None else one.step): one for one in complete}
-    of_each = {name: {step for step in by_step if _is_among(step, name)} for name in names}
-    for absent in (name for name in names if not of_each[name]):
-        hint = f"the complete ones are {', '.join(by_step)}"
-        if dashed := _DASHED.fullmatch(absent):
-            hint = f"a range is written `{dashed[1]}..{dashed[2]}`; {hint}"
-        raise UsageError(f"`{location}` has no complete checkpoint of step {absent}", hint=hint)
-    return [checkpoint for step, checkpoint in by_step.items() if any(step in some for some in of_each.values())]
-
-
-def _is_among(step: str, name: str) -> bool:
-    first, _, last = name.partition("..")
-    is_range = all(map(str.isdecimal, (first, last, step)))
-    return int(first) <= int(step) <= int(last) if is_range else step == name
+    known = [one.label for one in complete]
+    step_choice.check(known, words, f"`{location}` has no complete checkpoint of step", "the complete ones are")
+    return step_choice.chosen(known, complete, words)
 
 
 def find(directory: Directory) -> RunDirectory | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -310,3 +311,24 @@ def test_an_interrupted_batch_says_how_far_it_is(there: Path, monkeypatch: pytes
     assert states(ckpttool.batch("convert", "run7", "out/{step}", to="dcp")) == {
         "step-5": "kept", "step-10": "kept", "step-100": "done",
     }  # fmt: skip
+
+
+def test_some_steps(there: Path) -> None:
+    result = ckpttool.batch("convert", "run7", "out/{step}", steps="5..10", **SMALL)
+    assert states(result) == {"step-5": "done", "step-10": "done"} and result.total == 2
+    result = ckpttool.batch("convert", "run7", "out/{step}", steps=[100, 10], **SMALL)
+    assert states(result) == {"step-10": "kept", "step-100": "done"}
+    assert sorted(line["step"] for line in lines() if line["state"] == "done" and line["seconds"] > 0) == [5, 10, 100]
+    with pytest.raises(UsageError, match=re.escape("no checkpoint of `run7` has the step 11..99")) as raised:
+        ckpttool.batch("convert", "run7", "out/{step}", steps="5,11..99", **SMALL)
+    assert raised.value.hint == "there are the steps 5, 10, 100"
+    # Behind the name it is of `stats`; the others have no such option, and say where it belongs.
+    done = run("batch", "-q", "stats", "run7", "stats/{step}.json", "--steps", "10")
+    assert done.exit_code == 0 and sorted(os.listdir("stats")) == ["10.json", "batch.jsonl"], done.stderr
+    done = run("batch", "convert", "run7", "out/{step}", "--steps", "10")
+    assert done.exit_code == 2 and "`ckpttool batch --steps ... convert ...`" in done.stderr
+
+
+def test_steps_of_a_live_run_may_be_of_the_future(there: Path) -> None:
+    result = ckpttool.batch("convert", "run7", "out/{step}", steps="100..900", watch=1.0, **SMALL)
+    assert states(result) == {"step-100": "done"}
