@@ -22,7 +22,7 @@ from ckpttool.models import key_maps, select_model
 from ckpttool.models import reference as references
 from ckpttool.models.fitting.names import is_left_over, is_scale
 from ckpttool.models.matching import decide, models
-from ckpttool.models.matching.solve import Candidate, Open, Solution
+from ckpttool.models.matching.solution import Candidate, Open, Solution
 from ckpttool.models.reference import Reference
 from ckpttool.operations import arguments
 from ckpttool.producers.open import naming, notes_of_run, opened

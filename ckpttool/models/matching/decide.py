@@ -14,7 +14,7 @@ from ckpttool.layout.index_operations import Facts
 from ckpttool.layout.key_maps import FORMAT, KeyMap, map_tensors, parse
 from ckpttool.layout.views import Viewed
 from ckpttool.models.fitting import values
-from ckpttool.models.matching.solve import Found, Open, Rule, Solution
+from ckpttool.models.matching.solution import Found, Open, Rule, Solution
 from ckpttool.models.reference import Reference
 from ckpttool.transfer.threads import Progress
 

@@ -13,7 +13,7 @@ from ckpttool.layout.key_maps import FORMAT
 from ckpttool.layout.views import Viewed
 from ckpttool.models import key_maps
 from ckpttool.models.matching import decide, solve
-from ckpttool.models.matching.solve import ConfigFacts, Solution
+from ckpttool.models.matching.solution import ConfigFacts, Solution
 from ckpttool.models.reference import Reference
 
 # Models without a rotary embedding, whose configs do not say so.

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from support import tiny_models
 from support.random_models import State, applied
 
-from ckpttool.models.matching.solve import ConfigFacts, solve
+from ckpttool.models.matching.solution import ConfigFacts
+from ckpttool.models.matching.solve import solve
 
 FAMILIES = [
     *("bart", "bert", "deepseek_v3", "dinov2", "gemma3", "glm4_moe", "gpt2", "gpt_neox", "jamba", "llama", "mixtral"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support.random_models import Operation, Side, State, applied, random_case, transpose_unseen
 
-from ckpttool.models.matching.solve import ConfigFacts, Solution, solve
+from ckpttool.models.matching.solution import ConfigFacts, Solution
+from ckpttool.models.matching.solve import solve
 
 Shapes = dict[str, tuple[int, ...]]
 
