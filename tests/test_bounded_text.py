@@ -239,7 +239,7 @@ RECURSIVE = {
     "serialization.dcp.planner_data.above": "over a path, of 256 keys at most",
     "flat.fsdp1_optimizer._alike": LEVELS,
     "flat.fsdp1_units.visit": "over modules, as deep as names have dots",
-    "layout.index_operations.take": SHAPE,
+    "layout.assemblies.take": SHAPE,
     "layout.key_maps._indexes": SHAPE,
     "layout.optimizer.map_state._listed": CHECKED,
     "layout.rechunk._is_cut": SHAPE,

@@ -23,8 +23,8 @@ from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Path, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import UsageError
+from ckpttool.layout.assemblies import Assembly
 from ckpttool.layout.index_operations import (
-    Assembly,
     Concat,
     Facts,
     Operation,

@@ -19,8 +19,8 @@ from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, P
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
 from ckpttool.layout import key_maps
+from ckpttool.layout.assemblies import Assembly
 from ckpttool.layout.index_operations import (
-    Assembly,
     Concat,
     Operation,
     Pad,

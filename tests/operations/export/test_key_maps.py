@@ -27,7 +27,8 @@ from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue, Chunk, Chunks, Extent, File, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.layout import views
-from ckpttool.layout.index_operations import Assembly, Rows
+from ckpttool.layout.assemblies import Assembly
+from ckpttool.layout.index_operations import Rows
 from ckpttool.models import key_maps as keymaps
 from ckpttool.storage.files import Pool
 from ckpttool.transfer import read
