@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 MARK = "CKPTTOOL_RUN"  # the variable that all processes of a command have
 LAST_LINES = 20  # of the output, that are shown
-_RAISED = re.compile(r"^(\[\w+\]:\s*)?[\w.]*(Error|Exception)(: |:?$)")
+_RAISED = re.compile(r"^(\[\w+\]:\s*)?([\w.]*(Error|Exception)(: |:?$)|[\w./-]+: (error: |can't open file ))")
 # What a launcher and the other ranks raise when a rank has failed.
 _FOLLOWS = re.compile(r"CalledProcessError|ChildFailedError|DistBackendError|Connection (closed|reset) by peer")
+# What torchrun logs, and the beginning of its own traceback.
+_OF_LAUNCHER = re.compile(r"[A-Z]\d{4} \S+ \d+ \S*torch/distributed/|Traceback \(most recent call last\)")
 LONGEST = 60  # characters of a path for temporary files, among which are sockets
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL where nothing is tested by it
 _LINGER = 2.0  # seconds that helpers of a command have to end after it by themselves
@@ -169,6 +171,9 @@ def lines_of_failure(path: str) -> tuple[str, list[str]]:
     # A launcher goes on to write after its workers have said what is wrong.
     raised = [at for at, line in enumerate(lines) if _RAISED.search(line)]
     first = [at for at in raised if not _FOLLOWS.search(lines[at])]
+    if raised and not first:
+        begun = max((at for at in range(raised[0]) if _OF_LAUNCHER.match(lines[at])), default=0)
+        first = [at for at in range(begun) if not _OF_LAUNCHER.match(lines[at])]
     at = (first or raised or [len(lines) - 1])[-1]
     output = lines[max(0, at + 1 - LAST_LINES) : at + 1] if first else lines[-LAST_LINES:]
     return lines[at] if lines else "", output

@@ -45,6 +45,17 @@ from safetensors.numpy import save_file
 for step in range(1, 6):
     save_file({"weight": numpy.ones(3)}, f"{sys.argv[1]}/step-{step}.safetensors")
 """
+# What torchrun writes when a rank has failed.
+LAUNCHER = """
+W1129 04:24:17.575000 27718 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 28127 closing signal
+E1129 04:24:17.607000 27718 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 2) local_rank: 1
+Traceback (most recent call last):
+  File "torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+====
+Root Cause (first observed failure):
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+"""
 
 
 def runs(*more: str, command: list[str] | None = None, **options: Any) -> RunReport:
@@ -620,6 +631,11 @@ def test_a_flag_that_changes_the_training_is_not_blamed_on_a2() -> None:
             * 30,
             "[rank1]: KeyError: 'w'",
         ),
+        (
+            f"usage: tr.py [-h]\ntr.py: error: unrecognized arguments: --out X\n{LAUNCHER}",
+            "tr.py: error: unrecognized arguments: --out X",
+        ),
+        (f"no data at /data\n{LAUNCHER}", "no data at /data"),
         ("nothing to resume\n", "nothing to resume"),
         ("", ""),
     ],
