@@ -828,6 +828,7 @@ while step < 6:
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("fault", "verdict", "words"),
     [
