@@ -32,7 +32,9 @@ _MOST_FILES = 100_000  # and as many folders
 _MOST_READ = 64 << 20  # bytes at once, of a listing; a file with holes may say that its is of any size
 _BLOCK = 4 << 20
 _LOCAL = struct.Struct("<4s22xHH")  # of a member of a zip: its mark, and the lengths of its name and its extra field
-_ENCRYPTED, _UTF8 = 1, 0x800
+_END = struct.Struct("<4sH4xH10x")  # of a zip: its mark, the number of its part, and how many members are listed
+_ENCRYPTED, _DESCRIBED, _UTF8 = 1, 8, 0x800
+_MOST_DESCRIPTOR = 24  # bytes behind a member: its CRC and sizes
 _UNPACK = "unpack the archive, and name the directory that it is unpacked to"
 
 
@@ -65,9 +67,11 @@ def members(archive: Location) -> Iterator[ArchiveMember]:
                     f"`{archive}`: an archive of more than {_MOST_FILES:,} files", hint=_UNPACK, file=archive
                 )
             yield member
-    except (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, struct.error, ValueError, EOFError, NotImplementedError) as error:
         text = f"`{archive}`: the archive cannot be listed: {in_one_line(error)}"
-        raise CorruptError(text, hint="the save or the copy did not end", file=archive) from None
+        raise CorruptError(
+            text, hint="the save or the copy did not end, or archives were joined", file=archive
+        ) from None
 
 
 class ArchiveStore(Store):
@@ -146,10 +150,10 @@ class _Listing:
     listing takes."""
 
     def __init__(self, archive: Location) -> None:
-        self._archive, self._size, self._at = archive, archive.size(), 0
+        self._archive, self.size, self._at = archive, archive.size(), 0
 
     def read(self, nbytes: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self.size - self._at)
         nbytes = min(nbytes, left) if nbytes >= 0 else left
         if nbytes > _MOST_READ:
             raise EOFError(f"a header of {nbytes} bytes")
@@ -158,11 +162,17 @@ class _Listing:
         return data
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        self._at = max(0, offset + (0, self._at, self.size)[whence])
         return self._at
 
     def tell(self) -> int:
         return self._at
+
+    def check_empty(self, begin: int, end: int) -> None:
+        """Check that the file has only zeros between two offsets. Raises ValueError."""
+        self.seek(begin)
+        if end - begin > _MOST_READ or self.read(end - begin).strip(b"\0"):
+            raise ValueError(f"{end - begin} bytes from byte {begin} on are in no file")
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
@@ -176,15 +186,18 @@ def _of_tar(listing: _Listing) -> Iterator[ArchiveMember]:
             if not member.isdir():
                 why = "" if member.isreg() and not member.issparse() else "a link, a device or a sparse file"
                 yield ArchiveMember(member.name, member.offset_data, member.size, why)
+        # `tarfile` ends at the first block that is no header: where the file was cut, or another archive follows.
+        if listing.size - archive.offset < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError(f"it ends at byte {archive.offset}, without an empty block after the last file")
+        listing.check_empty(archive.offset, listing.size)
 
 
 def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
     import zipfile
 
     with zipfile.ZipFile(listing) as archive:
-        for member in archive.infolist():
-            if member.is_dir():
-                continue
+        rows, spans = archive.infolist(), [(archive.start_dir, archive.start_dir, 0)]
+        for member in rows:
             listing.seek(member.header_offset)
             mark, name_length, extra_length = _LOCAL.unpack(listing.read(_LOCAL.size))
             name = listing.read(name_length).decode("utf-8" if member.flag_bits & _UTF8 else "cp437")
@@ -193,7 +206,26 @@ def _of_zip(listing: _Listing) -> Iterator[ArchiveMember]:
             is_stored = member.compress_type == zipfile.ZIP_STORED
             why = "encrypted" if member.flag_bits & _ENCRYPTED else "" if is_stored else "compressed"
             begin = member.header_offset + _LOCAL.size + name_length + extra_length
-            yield ArchiveMember(member.filename, begin, member.file_size, why, member.CRC)
+            behind = _MOST_DESCRIPTOR if member.flag_bits & _DESCRIBED else 0
+            spans.append((member.header_offset, begin + member.compress_size, behind))
+            if not why and member.compress_size != member.file_size:
+                raise zipfile.BadZipFile(f"a member of {member.compress_size} bytes says {member.file_size}")
+            if not member.is_dir():
+                yield ArchiveMember(member.filename, begin, member.file_size, why, member.CRC)
+            elif member.file_size:
+                raise zipfile.BadZipFile(f"a folder of {member.file_size} bytes")
+        # Of two archives in one file, `zipfile` lists the second, and of one to which bytes were added, what is before.
+        listing.seek(listing.size - _END.size - len(archive.comment))
+        mark, disk, count = _END.unpack(listing.read(_END.size))
+        if (mark, disk) != (b"PK\5\6", 0) or count not in (len(rows), 0xFFFF):
+            raise zipfile.BadZipFile(f"no record of {len(rows)} files ends it")
+        end = most = 0
+        for begin, after, behind in sorted(spans):
+            if begin < end:
+                raise zipfile.BadZipFile(f"two members overlap at byte {begin}")
+            if begin - end > most:
+                listing.check_empty(end, begin)
+            end, most = after, behind
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -410,6 +410,113 @@ def test_an_archive_that_was_cut(name: str, tmp_path: Path) -> None:
         assert found == whole, part  # of a tar, the zeros at its end may be missing
 
 
+def test_a_tar_of_which_headers_are_lost(tmp_path: Path) -> None:
+    """`tarfile` ends its list there without an error: where a copy ended, a header was damaged, or archives joined."""
+    write_agent(tmp_path / "files")
+    path = tmp_path / "agent.nemo"
+    data = pack(tmp_path / "files", path).read_bytes()
+    with tarfile.open(path) as archive:
+        starts = [member.offset for member in archive.getmembers()[1:]]
+    for at in starts:
+        damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        for changed in (data[:at], data[: at + 100], damaged, data[:at] + bytes(512) + data[at + 512 :]):
+            path.write_bytes(changed)
+            with pytest.raises(CorruptError, match=r"without an empty block|are in no file"):
+                ckpttool.inspect(path)
+    path.write_bytes(data + data)
+    with pytest.raises(CorruptError, match="are in no file"):
+        ckpttool.inspect(path)
+    path.write_bytes(data.rstrip(b"\0") + bytes(2048))  # fewer zeros than `tarfile` writes
+    assert tensors(path) == saved(tmp_path / "files")
+
+
+def without(row: int) -> Callable[[Path], None]:
+    """Return what removes a row from the directory of a zip archive, and leaves its file where it lies."""
+
+    def remove(path: Path) -> None:
+        with zipfile.ZipFile(path, "a") as archive:
+            del archive.filelist[row]
+            archive.comment = b""
+
+    return remove
+
+
+def with_its_version(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2") + 6] = 99
+    path.write_bytes(data)
+
+
+def with_its_size(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2") + 24] ^= 1
+    path.write_bytes(data)
+
+
+def with_its_count(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\5\6") + 10] -= 1
+    path.write_bytes(data)
+
+
+def with_something_between(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.fp.seek(archive.start_dir)  # type: ignore[union-attr] # it is open
+        archive.fp.write(b"weights" * 9)  # type: ignore[union-attr]
+        archive.start_dir += 63
+        archive.writestr("last", b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without(0), "bytes from byte 0 on are in no file"),
+        (without(2), "are in no file"),
+        (without(-1), "are in no file"),
+        (with_something_between, "63 bytes from byte .* are in no file"),
+        (with_its_version, "zip file version"),
+        (with_its_size, "a member of .* bytes says"),
+        (with_its_count, "no record of 5 files ends it"),
+    ],
+)
+def test_a_zip_whose_directory_is_not_of_all(change: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    path = pack(tmp_path / "files", tmp_path / "agent.zip")
+    change(path)
+    with pytest.raises(CorruptError, match=said):
+        ckpttool.inspect(path)
+
+
+def test_two_zips_in_one_file(tmp_path: Path) -> None:
+    """Readers of zip archives list the second; and bytes after the end are of nothing."""
+    write_agent(tmp_path / "files")
+    data = pack(tmp_path / "files", tmp_path / "agent.zip").read_bytes()
+    for other in (data, b"more"):
+        (tmp_path / "agent.zip").write_bytes(data + other)
+        with pytest.raises(CkptError, match="zip archive"):
+            ckpttool.inspect(tmp_path / "agent.zip")
+
+
+class Unseekable(io.BytesIO):
+    """A pipe, into which `zipfile` writes what it learns of a file behind it."""
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        raise OSError
+
+
+def test_a_zip_with_descriptors(tmp_path: Path) -> None:
+    write_agent(tmp_path / "files")
+    stream = Unseekable()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for file in sorted((tmp_path / "files").iterdir()):
+            archive.write(file, file.name)
+    (tmp_path / "agent.zip").write_bytes(stream.getvalue())
+    assert tensors(tmp_path / "agent.zip") == saved(tmp_path / "files")
+
+
 def test_headers_that_disagree(tmp_path: Path) -> None:
     """A zip whose directory and whose local header have other names, and one whose directory leads elsewhere."""
     write_agent(tmp_path / "files")
