@@ -156,14 +156,16 @@ def prune(
         _listed(path)  # what is no run is another mistake
         raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")
     result = Pruned(path, dry_run=not yes)
-    rule = _Rule(keep_last or 1, keep_every, dropped)
-    for checkpoint, one in rule.planned(result):
+    planned = _Rule(keep_last or 1, keep_every, dropped).planned(result)
+    removed = [checkpoint.path for checkpoint, one in planned if yes and one.action == "remove"]
+    before = {path: run_items.version(path) for path in removed}
+    for checkpoint, one in planned:
         result.checkpoints.append(one)
         if not yes or one.action not in ("drop", "remove"):
             continue
         try:
             if one.action == "remove":
-                _discard(checkpoint.path)
+                _discard(checkpoint.path, before[checkpoint.path])
             else:
                 one.freed_bytes = _rewrite(checkpoint, dropped)
             one.done = True
@@ -389,12 +391,20 @@ def _present(catalogue: Catalogue, drop: Sequence[str]) -> list[str]:
     return present
 
 
-def _discard(path: Location) -> None:
+def _discard(path: Location, before: str) -> None:
+    """Remove a checkpoint. Raises ReadError if it is not of the version `before`: a run that has resumed from an older
+    one saves it again."""
+    _check_unchanged(path, before)
     location = destination(str(path)) if path.is_remote else path
     try:
         location.discard(is_commit)
     finally:
         location.store.close()
+
+
+def _check_unchanged(path: Location, before: str) -> None:
+    if run_items.version(locate(str(path))) != before:
+        raise ReadError(f"`{path}` has changed in the meantime", file=path)
 
 
 def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
@@ -424,8 +434,7 @@ def _rewrite(one: RunCheckpoint, drop: Sequence[str]) -> int:
             raise CorruptError(f"`{path}`: would also lose {some(sorted({*different, *lost}))}", file=path)
         if (why_not := run_items.completed(replace(one, path=written)).why_not) is not None:
             raise UsageError(f"`{path}` would no longer be complete: {why_not}")
-        if run_items.version(locate(str(path))) != before:
-            raise ReadError(f"`{path}` has changed in the meantime", file=path)
+        _check_unchanged(path, before)
         freed = one.nbytes - (Directory(written).nbytes() if written.is_dir() else written.size())
         if path.is_remote:
             publish.replace_by(destination(str(path)), written)

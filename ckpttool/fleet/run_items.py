@@ -127,8 +127,8 @@ def stem(checkpoint: RunCheckpoint) -> str | None:
 
 
 def version(location: Location, *, with_times: bool = True) -> str:
-    """Return a text that differs once a file of a checkpoint has another name or size or, of this machine, was written
-    at another time. Raises ReadError."""
+    """Return a text that differs once a file of a checkpoint has another name or size or was written again: at another
+    time, or in a store with other bytes. Raises ReadError."""
     if location.is_pattern():
         paths = location.matches()
     else:
@@ -139,5 +139,6 @@ def version(location: Location, *, with_times: bool = True) -> str:
         # A file system may keep whole seconds.
         written = seen[path].modified // 10**9 if path in seen else 0
         text = f"{path.relative_to(location.parent)}\0{path.size()}\0{written}\0"
+        text += path.store.tag(path.key) or "" if with_times else ""
         crc = crc32(text.encode(errors="surrogatepass"), crc)
     return f"{crc:08x}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, cast
 
 from ckpttool.analysis.result import Result
-from ckpttool.errors import DONE, ReadError, StorageError, UsageError
+from ckpttool.errors import DONE, OverwriteError, ReadError, StorageError, UsageError
 from ckpttool.reports.report import Block, Line
 from ckpttool.storage import remnants
 from ckpttool.storage.errors import os_errors
@@ -133,7 +133,11 @@ def _clean_store(folder: str, *, yes: bool) -> Cleaned:
             left = Left([one.name], "partial output", cast(State, one.state), one.nbytes, round(one.age, 1), why)
             result.left.append(left)
             if yes and one.state == "ended":
-                one.remove()
+                try:
+                    one.remove()
+                except OverwriteError as error:  # it goes on, since it was listed
+                    left.state, left.why = "running", error.message
+                    continue
                 left.removed = True
                 result.removed_bytes += one.nbytes
     finally:

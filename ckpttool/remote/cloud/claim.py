@@ -12,11 +12,11 @@ import posixpath
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ _SUFFIX = ".partial-0"
 _NAME = re.compile(r"\.(.+)\.partial-0")
 _RENEW = 30.0  # seconds
 _DEAD_AFTER = 600.0  # seconds without a renewal, whatever the clocks of two machines say
+_LATEST = 2 * _RENEW  # seconds after the last renewal in which objects of a killed run arrive
 _own: set[str] = set()  # tokens of the claims that this process holds
 
 
@@ -58,9 +59,26 @@ class Claim:
         return self.commit is not None and self.commit in there and there[self.commit].tag != self.before
 
     def left(self, there: Mapping[str, StoredObject]) -> list[str]:
-        """Return the names of what its run has left, among the objects that are there."""
+        """Return the names of what its run has left, among the objects that are there: not of those that were written
+        long after it had ended, by others and without a claim."""
+        if not self.is_held:
+            last = self.version.modified + timedelta(seconds=_LATEST)
+            there = {name: one for name, one in there.items() if one.modified <= last}
         gone = {*(self.stale if self.is_complete(there) else self.names)}
         return [name for name in there if name in gone or name.startswith(f"{self.name}/")]
+
+    def remove(self, client: Client, address: str, names: Sequence[str]) -> None:
+        """Delete what its run has left, and the claim. Raises OverwriteError if another run has taken over."""
+        own = HeldClaim(client, address, self.key, self.names, self.commit, self.before, self.stale)
+        own.take(self)
+        try:
+            abort_uploads(address, self.key)
+            client.delete(names).result()
+        except BaseException:
+            with suppress(Exception):
+                own.release(keep=True)
+            raise
+        own.release()
 
     @property
     def age(self) -> float:

@@ -63,9 +63,12 @@ class CloudStore(Store):
         """The name of the bucket."""
         return self._address.bucket
 
+    def tag(self, name: str) -> str | None:
+        return self._objects[name].tag if name in self._objects else None
+
     def strong_tag(self, name: str) -> str | None:
         """Return the tag of the version of an object that is read, None without one that a condition can be on."""
-        tag = self._objects[name].tag if name in self._objects else None
+        tag = self.tag(name)
         return None if tag is None or tag.startswith("W/") else tag
 
     def look(self, key: str) -> None:
@@ -148,8 +151,7 @@ class CloudStore(Store):
 
     def _remove(self, key: str, one: claim.Claim, names: list[str]) -> None:
         with errors.translate_errors(f"{self.root}/{key}", "write"):
-            claim.abort_uploads(f"{self.root}/{key}", key)
-            self._client.delete([*names, one.name]).result()
+            one.remove(self._client, f"{self.root}/{key}", names)
 
     def close(self) -> None:
         """Give up what is on its way."""

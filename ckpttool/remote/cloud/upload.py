@@ -219,8 +219,7 @@ class _BucketUpload:
             self._left = {name: there.pop(name) for name in before.left(there)}
             if before.is_complete(there):
                 with self._translated():
-                    claims.abort_uploads(self._address, self._key)
-                    self._client.delete([*self._left, before.name]).result()
+                    before.remove(self._client, self._address, [*self._left])
                 self._before, self._left = None, {}
         self._existing = there
         # A file may replace a folder, and a folder a file, of the same key.

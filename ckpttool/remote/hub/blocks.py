@@ -99,6 +99,9 @@ class BlockStore(Store):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return file
 
+    def tag(self, name: str) -> str | None:
+        return self._file(name).digest
+
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         file = self._file(name)
         nbytes = max(0, min(len(buffer), file.size - offset))

@@ -25,7 +25,7 @@ from huggingface_hub._buckets import _BucketAddFile
 from huggingface_hub.errors import BucketNotFoundError
 from huggingface_hub.utils._runtime import is_xet_available
 
-from ckpttool.errors import RemoteError, UsageError
+from ckpttool.errors import OverwriteError, RemoteError, UsageError
 from ckpttool.remote.hub import bucket_mark, client, listing, xet
 from ckpttool.remote.hub.address import Address, parse
 from ckpttool.remote.hub.bucket_mark import BucketMark
@@ -67,9 +67,8 @@ class Bucket(BucketStore):
             found = []
             for path in [path for path in files if path.rpartition("/")[2] == bucket_mark.NAME]:
                 if (mark := self.mark(files[path])) is not None:
-                    names = mark.left(files)
-                    nbytes, age = sum(files[each].size for each in names), max(0.0, time.time() - mark.began)
-                    remove = partial(upload.remove_left, names, path)
+                    nbytes, age = sum(files[each].size for each in mark.left(files)), max(0.0, time.time() - mark.began)
+                    remove = partial(upload.remove_left, path, mark)
                     found.append(LeftObjects(path.removeprefix(f"{name}/"), nbytes, age, mark.state, remove))
         return found
 
@@ -305,12 +304,19 @@ class _HubBucketUpload(Upload):
         self._remove(indexes)
         self._remove([path for path in there if path not in indexes])
 
-    def remove_left(self, names: Sequence[str], mark: str) -> None:
-        """Remove what a killed run left, and then its mark."""
+    def remove_left(self, path: str, mark: BucketMark) -> None:
+        """Remove what a killed run left, and then its mark. Raises OverwriteError if the mark has gone: another run has
+        taken over."""
         self._check_token()
-        self._claimed = self.address.path
-        self._remove(names)
-        self._remove([mark])
+        self._claimed = mark.folder
+        with self._translate_errors():
+            there = self._listed()
+            if path not in there or self._mark(there[path]) != mark:
+                address = str(self.address)
+                text = f"`{mark.folder}` in `{address}` is being written by another run, or has been"
+                raise OverwriteError(text, hint="list it again", file=address)
+        self._remove(mark.left(there))
+        self._remove([path])
 
     def _name(self, files: dict[str, Added]) -> None:
         digests = {path: one.digest for path, one in files.items() if one.digest is not None}

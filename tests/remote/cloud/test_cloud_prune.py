@@ -10,7 +10,9 @@ from support.paths import CHECKPOINTS
 from support.s3_server import Fault, Request, S3Server, error
 
 import ckpttool
-from ckpttool.errors import RemoteError
+from ckpttool.errors import ReadError, RemoteError
+from ckpttool.fleet import prune
+from ckpttool.storage.stores import Location
 
 DCP = CHECKPOINTS / "dcp/fsdp2_w2/ckpt"
 RUN = "s3://bucket/run7"
@@ -89,3 +91,20 @@ def test_parts_go(there: S3Server, tmp_path: Path) -> None:
     after = sum(len(there.get(name) or b"") for name in below(there, 10))
     assert result.freed_bytes == before + before - after
     assert not [name for name in there.names() if "partial" in name]
+
+
+def test_what_is_saved_again_meanwhile_stays(there: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With files of the same names and sizes, by a run that has resumed from an older step."""
+    new = bytearray((DCP / "__0_0.distcp").read_bytes())
+    new[-1] ^= 1
+    discard = prune._discard
+
+    def late(path: Location, before: str) -> None:
+        there.put("run7/step-10/__0_0.distcp", bytes(new))
+        discard(path, before)
+
+    monkeypatch.setattr(prune, "_discard", late)
+    done = ckpttool.prune(RUN, keep_last=2, yes=True)
+    assert [(one.step, one.done) for one in done.checkpoints[:2]] == [(5, True), (10, False)]
+    assert "has changed in the meantime" in done.checkpoints[1].why and done.exit_code == ReadError.exit_code
+    assert there.get("run7/step-10/__0_0.distcp") == bytes(new) and len(below(there, 10)) == len([*DCP.iterdir()])

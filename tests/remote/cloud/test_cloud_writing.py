@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from ckpttool.errors import CkptError, CorruptError, OverwriteError, RemoteError, UsageError
+from ckpttool.remote.cloud import claim
+from ckpttool.remote.cloud.store import CloudStore
+from ckpttool.storage.stores import LeftObjects
 
 DCP = str(CHECKPOINTS / "dcp/fsdp2_w4/ckpt")
 FULL = str(CHECKPOINTS / "torch/full/ckpt.pt")
@@ -542,6 +545,38 @@ def test_clean(server: S3Server, tmp_path: Path) -> None:
     assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
     with pytest.raises(OverwriteError, match="cannot be claimed"):
         ckpttool.convert(DCP, "s3://bucket/out/foreign", to="dcp")
+
+
+def test_clean_beside_a_run_that_takes_over(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it lists as left may be what another run is writing, or has written, when it comes to remove it."""
+    assert kill_after(server, FULL, 9)
+    left = CloudStore.left
+
+    def early(store: CloudStore, name: str) -> list[LeftObjects]:
+        listed = left(store, name)
+        ckpttool.convert(FULL, DST, to="dcp", to_world=3)
+        return listed
+
+    monkeypatch.setattr(CloudStore, "left", early)
+    cleaned = ckpttool.clean("s3://bucket/out", yes=True)
+    assert [(one.state, one.removed) for one in cleaned.left] == [("running", False)]
+    assert ckpttool.diff(FULL, DST).same and not [name for name in server.names() if "partial" in name]
+
+
+def test_what_is_written_long_after_a_kill_is_of_somebody_else(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a tool that makes no claims, under the names that the run would have written."""
+    assert kill_after(server, FULL, 9)
+    monkeypatch.setattr(claim, "_LATEST", 0.0)
+    time.sleep(1.1)  # stores say whole seconds
+    ckpttool.convert(FULL, tmp_path / "d", to="dcp", to_world=3)
+    server.put("out/step-3", tmp_path / "d")
+    assert ckpttool.diff(FULL, DST).same
+    with pytest.raises(OverwriteError, match="has objects"):
+        ckpttool.convert(DCP, DST, to="dcp")
+    ckpttool.clean("s3://bucket/out", yes=True)
+    assert ckpttool.diff(FULL, DST).same and not [name for name in server.names() if "partial" in name]
 
 
 def test_commands_that_copy_or_list_files_have_what_is_read_of_them(tmp_path: Path, server: S3Server) -> None:

@@ -28,8 +28,8 @@ from test_hub_processes import environment
 
 import ckpttool
 from ckpttool.errors import CkptError, OverwriteError, RemoteError, UsageError
-from ckpttool.remote.hub.bucket_upload import destination
-from ckpttool.storage.stores import Outgoing, locate
+from ckpttool.remote.hub.bucket_upload import Bucket, destination
+from ckpttool.storage.stores import LeftObjects, Outgoing, locate
 
 pytestmark = pytest.mark.skipif(huggingface_hub.__version__ < "2", reason="earlier clients do not know what failed")
 
@@ -287,6 +287,23 @@ def test_clean_lists_and_removes_what_a_killed_run_left(
     assert store.in_bucket("me/runs", INSIDE) == {**rest, "notes": b"mine"}
     assert store.in_bucket("me/runs", f"{INSIDE[:-2]}0/") == made[2]
     assert ckpttool.clean(DST).left == []
+
+
+def test_clean_beside_a_run_that_takes_over(store: Hub, monkeypatch: pytest.MonkeyPatch, made: dict[int, Any]) -> None:
+    """What it lists as left may have become a checkpoint when it comes to remove it."""
+    with killed_at(monkeypatch, 2), pytest.raises((KeyboardInterrupt, SystemExit)):
+        ckpttool.convert(SAMPLE, DST, to="dcp", to_world=4)
+    monkeypatch.setattr("ckpttool.remote.hub.bucket_mark.is_running", lambda owner: False)
+    left = Bucket.left
+
+    def early(bucket: Bucket, name: str) -> list[LeftObjects]:
+        listed = left(bucket, name)
+        convert(4)
+        return listed
+
+    monkeypatch.setattr(Bucket, "left", early)
+    assert [(one.state, one.removed) for one in ckpttool.clean(DST, yes=True).left] == [("running", False)]
+    assert store.in_bucket("me/runs", INSIDE) == made[4]
 
 
 @pytest.mark.parametrize("at", range(7))
