@@ -157,8 +157,9 @@ def prune(
         raise UsageError("nothing says what to keep", hint="`--keep-last 3`, `--keep-every 1000`, or both")
     result = Pruned(path, dry_run=not yes)
     planned = _Rule(keep_last or 1, keep_every, dropped).planned(result)
-    removed = [checkpoint.path for checkpoint, one in planned if yes and one.action == "remove"]
-    before = {path: run_items.version(path) for path in removed}
+    before = {
+        checkpoint.path: _version(checkpoint.path) for checkpoint, one in planned if yes and one.action == "remove"
+    }
     for checkpoint, one in planned:
         result.checkpoints.append(one)
         if not yes or one.action not in ("drop", "remove"):
@@ -391,7 +392,7 @@ def _present(catalogue: Catalogue, drop: Sequence[str]) -> list[str]:
     return present
 
 
-def _discard(path: Location, before: str) -> None:
+def _discard(path: Location, before: str | None) -> None:
     """Remove a checkpoint. Raises ReadError if it is not of the version `before`: a run that has resumed from an older
     one saves it again."""
     _check_unchanged(path, before)
@@ -402,7 +403,13 @@ def _discard(path: Location, before: str) -> None:
         location.store.close()
 
 
-def _check_unchanged(path: Location, before: str) -> None:
+def _version(path: Location) -> str | None:
+    with suppress(CkptError):  # another prune has removed it
+        return run_items.version(path)
+    return None
+
+
+def _check_unchanged(path: Location, before: str | None) -> None:
     if run_items.version(locate(str(path))) != before:
         raise ReadError(f"`{path}` has changed in the meantime", file=path)
 
