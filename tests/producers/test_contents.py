@@ -816,6 +816,10 @@ def test_a_document_of_any_size_is_state(tmp_path: Path) -> None:
         ('{"name": "' + "\u00e9" * 30 + '", "step": 2', "is not JSON"), ('{"a": "' + "b" * 40, "is not JSON"),
         ('{"step": 2, "losses": [' + "1, " * 30_000 + "\0" * 9 + ", 2]}", "is not JSON"),
         ('{"step\0\0\0', "a zero at byte 6"), ("", "is empty"), ('{"step": 1, "step": 2}', "names `step` twice"),
+        # Cut in a string that ends with a bracket, changed in the middle, written over by a shorter one, begun wrongly.
+        ('{"step": 2, "note": "a {b}', "is not JSON"), ('{"step": 2, "rng": [1, 2 3, 4], "loss": 1.5}', "is not JSON"),
+        ('{"step":07, "loss": 1.5}', "is not JSON"), ('{"step": 3}, "epoch": 4, "loss": 1.5}', "is not JSON"),
+        ('z"step": 3}', "is not JSON"), ("[1, 2, 3, ab4, 5, 6, 7, 8]", "is not JSON"), (" ", "is not JSON"),
     ],
 )  # fmt: skip
 def test_a_document_that_is_damaged_is_an_error(text: str, words: str, tmp_path: Path) -> None:
@@ -831,7 +835,7 @@ def test_a_document_that_is_damaged_is_an_error(text: str, words: str, tmp_path:
     "text",
     [
         '{"a": 1}\n{"a": 2}\n', '{\n// the width\n"d": 4,\n}', '{"a": "b"}',
-        '{"step": 1, "loss": 2.5}\n{"step": 2, "lo',
+        '{"step": 1, "loss": 2.5}\n{"step": 2, "lo', '{"a": 1}{"a": 2}', "the model of the paper", "{'a': 'b',}",
         "[2026-01-01 10:00] epoch 1, loss 2.5\n[2026-01-01 10:05] epoch 2, loss 2.4\n",
     ],
 )  # fmt: skip
@@ -840,6 +844,25 @@ def test_a_text_that_is_no_document_of_values_is_an_asset(text: str, tmp_path: P
     torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
     (tmp_path / "words.json").write_text(text)
     assert ckpttool.inspect(tmp_path).facts["assets"] == ["words.json"]
+
+
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\noid sha256:0", "<html>gone</html>"])
+def test_what_is_there_in_place_of_a_document_is_an_error(text: str, tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(ReadError, match=r"state\.json`: a (pointer|web page)"):
+        ckpttool.convert(tmp_path, tmp_path.with_suffix(".dcp"), to="dcp")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"step": 2,\n # "note": 3\n}', '{"step": 2, "loss": nan}', "{'step': 2, 'ok': True}"]
+)
+def test_what_others_write_for_json_is_read(text: str, tmp_path: Path) -> None:
+    """With comments, commas, words for values, in single quotes: as YAML, which a damaged file may be, too."""
+    torch.save(torch.nn.Linear(4, 4).state_dict(), tmp_path / "model.pt")
+    (tmp_path / "state.json").write_text(text)
+    with ckpttool.open(tmp_path) as checkpoint:
+        assert checkpoint["state.step"] == 2
 
 
 def test_a_document_that_is_too_large_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
