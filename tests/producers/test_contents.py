@@ -817,7 +817,8 @@ def test_a_document_of_any_size_is_state(tmp_path: Path) -> None:
         ('{"step": 2, "losses": [' + "1, " * 30_000 + "\0" * 9 + ", 2]}", "is not JSON"),
         ('{"step\0\0\0', "a zero at byte 6"), ("", "is empty"), ('{"step": 1, "step": 2}', "names `step` twice"),
         # Cut in a string that ends with a bracket, changed in the middle, written over by a shorter one, begun wrongly.
-        ('{"step": 2, "note": "the words of a {b}', "is not JSON"), ('{"step": 2, "rng": [1, 2 3, 4], "loss": 1.5}', "is not JSON"),
+        ('{"step": 2, "note": "the words of a {b}', "is not JSON"),
+        ('{"step": 2, "rng": [1, 2 3, 4], "loss": 1.5}', "is not JSON"),
         ('{"step":07, "loss": 1.5}', "is not JSON"), ('{"step": 3}, "epoch": 4, "loss": 1.5}', "is not JSON"),
         ('z"step": 3}', "is not JSON"), ("[1, 2, 3, ab4, 5, 6, 7, 8]", "is not JSON"), (" ", "is not JSON"),
     ],
