@@ -30,7 +30,7 @@ _LARGE = 1 << 20  # an object of more bytes is not a number
 _PLAIN = (
     r"global_steps?|Timestamp\.batch",
     r"((current|train|training|trained|last_train)_)?steps?",
-    "num_steps|global_batch_step|num_updates|updates?|batch_idx_train",
+    "num_steps|steps_run|global_batch_step|num_updates|updates?|batch_idx_train|batch_num_total",
 )
 # What may count micro-batches or samples: a name that says the step comes before it.
 _STEP = (*_PLAIN, r"(cur_|current_)?(iterations?|iters?|itrs?)|iter_(num|step)|it|ite", r"total_steps?|step_count")

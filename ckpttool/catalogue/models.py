@@ -97,15 +97,18 @@ class Models:
     @property
     def counted(self) -> list[Model]:
         """The models whose parameters count: each that is not a copy. Beside what is trained, one with the same names
-        and shapes is a copy where the model of each optimizer is known and its key names nothing else (`D`, `vae`)."""
+        and shapes is a copy where the model of each optimizer is known and its key names nothing else (`D`, `vae`), nor
+        the next of several (`2` beside `0` and `1`)."""
         is_known = bool(self.optimizer_of) and all(self.optimizer_of.values())
-        forms = {_form(model.names) for model in self.originals if is_known and model.optimizers}
-        if not forms:
-            return self.originals
+        trained = [model for model in self.originals if is_known and model.optimizers]
+        forms, numbered = {_form(model.names) for model in trained}, {_numbered(model.part.root) for model in trained}
         return [
             model
             for model in self.originals
-            if model.optimizers or _form(model.names) not in forms or not _is_plain(model.part.root)
+            if model.optimizers
+            or _form(model.names) not in forms
+            or not _is_plain(model.part.root)
+            or _numbered(model.part.root) in numbered
         ]
 
 
@@ -254,7 +257,7 @@ def _listed(candidates: list[Tensor], optimizers: Sequence[_Trained]) -> list[Te
 
 def _find_averages(every: Sequence[Model], optimizers: Sequence[_Trained]) -> None:
     """Mark the models whose keys say that they are copies, and of which one."""
-    words = {model.part: _words((*model.part.root, *_outermost(model))) for model in every}
+    words = {model.part: words_in((*model.part.root, *_outermost(model))) for model in every}
     if trained_now := {model.shapes for model in every if _TRAINED in model.part.root}:
         alike = [model.part for model in every if model.shapes in trained_now]
         words |= {part: {*words[part], "averaged"} for part in alike if _TRAINED not in part.root}
@@ -287,16 +290,22 @@ def _outermost(model: Model) -> Iterator[str]:
 
 def is_averaged(root: Path) -> bool:
     """Return whether a key says that a model is an average of another, or follows it."""
-    return not _AVERAGES.isdisjoint(_words(root))
+    return not _AVERAGES.isdisjoint(words_in(root))
 
 
-def _words(root: Path) -> set[str]:
+def words_in(root: Path) -> set[str]:
+    """Return the words in the keys of a path, in lower case."""
     return {word.lower() for key in root if isinstance(key, str) for word in _WORDS.findall(key[-200:])}
 
 
 def _is_plain(root: Path) -> bool:
     """Return whether a key is one that any model may have: `custom_checkpoint_0`, `hf_ckpt`."""
-    return all(word in _WHOLE or word.isdecimal() for word in _words(root))
+    return all(word in _WHOLE or word.isdecimal() for word in words_in(root))
+
+
+def _numbered(root: Path) -> Path:
+    """Return a path with `#` in place of its numbers; of one without, which no other has, the path."""
+    return tuple(re.sub(r"\d+", "#", key[-200:]) if isinstance(key, str) else key for key in root)
 
 
 def _forms(model: Model) -> Iterator[Hashable]:
@@ -428,12 +437,12 @@ def _fitting(optimizer: _Trained, trained: Sequence[Model], by_shapes: Mapping[H
 def _named_alike(optimizer: Part, owners: list[Model]) -> list[Model]:
     """Return the one of several models whose key is beside the optimizer's, or in it; none where no key tells."""
     key = dotted(optimizer.root[-1:])
-    words = _words(optimizer.root[-1:])
+    words = words_in(optimizer.root[-1:])
     own = words - _WHOLE
     for fits in (
-        [one for one in owners if own and _words(one.part.root[-1:]) - _WHOLE == own],  # `netG optG`
+        [one for one in owners if own and words_in(one.part.root[-1:]) - _WHOLE == own],  # `netG optG`
         [one for one in owners if one.part.root[:-1] == optimizer.root[:-1] and len(one.part.root) > 1],
-        [one for one in owners if one.part.root and _words(one.part.root[-1:]) <= words],
+        [one for one in owners if one.part.root and words_in(one.part.root[-1:]) <= words],
         [one for one in owners if one.part.root and key.startswith(dotted(one.part.root[-1:]))],
         [one for one in owners if one.part.root[-1:] == ("model",) and words <= _PLAIN],
     ):

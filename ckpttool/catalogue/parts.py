@@ -18,7 +18,7 @@ from typing import Any
 from ckpttool.catalogue.entries import KINDS, OTHER, Catalogue, Object, Part, Path, Tensor, dotted
 from ckpttool.catalogue.models import models, training
 from ckpttool.catalogue.shown import numpy_scalar
-from ckpttool.catalogue.signatures import KeyNode, is_extra_state, is_generator, is_module_name, tree
+from ckpttool.catalogue.signatures import MOMENTS, KeyNode, is_extra_state, is_generator, is_module_name, tree
 from ckpttool.catalogue.values import Stub, stub_name
 from ckpttool.errors import UsageError
 from ckpttool.text import meant, some
@@ -52,6 +52,7 @@ _EXPERIENCE = {"obs", "observations", "next_obs", "next_observations", "actions"
 _EXPERIENCE |= {"obs2", "act", "action", "rew", "reward", "done", "terminated", "states", "next_states", "log_prob"}
 _STATISTIC = re.compile(r"(?s)(.*\.)?(running_mean|running_var|num_batches_tracked)")
 _SEEN = re.compile(r"(?s)(.*\.)?_?((running|current)_)?(mean|var|variance|std|count|num_batches_tracked)")
+_AMOUNT = re.compile(r"(?:.*\.)?(?:count|num_batches_tracked)")
 _ARGUMENTS = {"argparse.Namespace", "types.SimpleNamespace", "yacs.config.CfgNode", "omegaconf.dictconfig.DictConfig"}
 
 GENERATORS = {
@@ -69,6 +70,8 @@ _WHOLE_NAMES = (
     ("rng", re.compile(r"rng_state/shard_.+")),
 )
 _BEGINNINGS = ("chained_", "optimizer.", "rng_state/")  # of them, which most names do not have
+READ = "kinds by values"
+"""The fact of the kinds of parts that no names or shapes tell, by their roots."""
 _RANK_KEY = re.compile(r"(?:dp_)?rank_?(\d+)")
 
 
@@ -97,6 +100,10 @@ def assign(catalogue: Catalogue) -> None:
     for node, part in division.parts:
         for entry in node.entries():
             entry.part = part
+    read: dict[Path, str] = catalogue.facts.get(READ, {})
+    for entry in catalogue.tensors if read else ():
+        if entry.part.kind == "model" and (kind := read.get(entry.part.root)) is not None:
+            entry.part = entry.part._replace(kind=kind)
     for key, node in root.children.items():
         kind = _kind_of_whole_name(key)
         if kind is not None:
@@ -208,20 +215,24 @@ def _kind_of(key: object, child: KeyNode) -> str | None:
         return kind if kind is not None and _tells(kind, child) else None
     if child.kind is not None:
         return child.kind
+    if key in MOMENTS and child.is_state_dict:
+        return "optimizer"
     kind = kind_of_key(key)
     if child.has_metadata and child.is_state_dict and not _is_statistics(child, kind):
         return "model"
-    if kind is not None and _tells(kind, child):
-        return kind
     if _is_statistics(child, kind):
         return "other"
+    if kind is not None and _tells(kind, child):
+        return kind
     return "model" if child.is_state_dict else "progress" if _is_progress(child) else None
 
 
 def _is_statistics(node: KeyNode, kind: str | None) -> bool:
-    """Return whether a module has nothing but the means and variances of what it has seen, which nothing trains."""
-    names = [*map(str, node.children)] if kind is None and node.has_tensor else []
-    is_module = node.has_metadata or any(map(is_module_name, names))
+    """Return whether a module has nothing but the means and variances of what it has seen, which nothing trains; where
+    its key names a model, also how much that was."""
+    names = [*map(str, node.children)] if kind in (None, "model") and node.has_tensor else []
+    is_module = kind is None and (node.has_metadata or any(map(is_module_name, names)))
+    is_module = is_module or any(map(_AMOUNT.fullmatch, names))
     return len(names) > 1 and is_module and all(_SEEN.fullmatch(name[-100:]) for name in names)
 
 

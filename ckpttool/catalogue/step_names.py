@@ -43,10 +43,10 @@ MEASURED = re.compile(
     re.IGNORECASE,
 )
 # The layer in the name of a tensor: `weights/0.weight.npy`.
-_OF_TENSOR = re.compile(r"(?<![\w-])\d+(?=(?:\.\w+)*\.(?:weight|bias|running_\w+|num_batches_tracked)\.)")
+OF_TENSOR = re.compile(r"(?<![\w-])\d+(?=(?:\.\w+)*\.(?:weight|bias|running_\w+|num_batches_tracked)\.)")
 # What has numbers and is not a step; a fraction may be the end of a name and its suffix: `model.0002.pth`.
 _NO_STEPS = re.compile(
-    rf"\d{{5}}-of-\d{{5}}|{_OF_TENSOR.pattern}|"
+    rf"\d{{5}}-of-\d{{5}}|{OF_TENSOR.pattern}|"
     r"(?<![a-z\d])\d+\.\d+(?![\da-z])|"
     r"(?:rank|shard|world_?size|seed|port|(?<![a-z])(?:[dtpsm]p|ep(?=\d+[-_.][dtpsm]p)|(?<=[dtpsm]p\d[-_.])ep|sdp|v|lr|of|bs))[-_=.]?\d+"
     rf"|{MEASURED.pattern}",
@@ -124,7 +124,7 @@ def places_of(names: Iterable[str]) -> dict[str, Place]:
     places: dict[str, Place] = {}
     undecided: list[list[str]] = []
     for group in alike.values():
-        stems = {name: _stem(_OF_TENSOR.sub("x", name.rstrip("/").rpartition("/")[2])) for name in group}
+        stems = {name: _stem(OF_TENSOR.sub("x", name.rstrip("/").rpartition("/")[2])) for name in group}
         said, spelt = (
             {n: s for n, stem in stems.items() if (s := step_in(stem, of)) is not None} for of in (WORDS, NUMBERS)
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.chosen import notes_of_run
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.errors import UsageError
 from ckpttool.layout.rename import rename_entries, strip_wrappers
@@ -21,7 +22,7 @@ from ckpttool.layout.select import models
 from ckpttool.layout.views import Viewed
 from ckpttool.models import architecture, assets, select_model
 from ckpttool.models.assets import Assets
-from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.producers.open import naming, opened
 from ckpttool.serialization import strict_json
 from ckpttool.storage.stores import Location, locate
 from ckpttool.text import some

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ckpttool.analysis.result import Result
+from ckpttool.catalogue.chosen import notes_of_run
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import Finding, published
 from ckpttool.catalogue.patterns import several
@@ -26,7 +27,7 @@ from ckpttool.models.fitting import names, values
 from ckpttool.models.fitting.names import Mismatch
 from ckpttool.models.reference import Known, Reference
 from ckpttool.operations import arguments
-from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.producers.open import naming, opened
 from ckpttool.reports.report import Block, Facts, Findings, Line, Styled, Text, bold, known
 from ckpttool.storage.stores import path_text
 from ckpttool.text import duration, plural

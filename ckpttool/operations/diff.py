@@ -16,6 +16,7 @@ from ckpttool.analysis.differences.elements import Tolerance
 from ckpttool.analysis.differences.results import Diff, Side
 from ckpttool.analysis.differences.same_files import SameFiles
 from ckpttool.analysis.differences.tensors import Options
+from ckpttool.catalogue.chosen import notes_of_run, taken
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.protocols import Source
 from ckpttool.errors import UsageError
@@ -103,8 +104,8 @@ def diff(
     with ExitStack() as stack:
         sources = _opened(stack, paths[0], shapes), _opened(stack, paths[1], shapes)
         for path, source in zip(paths, sources, strict=True):
-            result.notes += open.notes_of_run(source.catalogue, path)
-        one, other = (open.taken(path, source.catalogue) for path, source in zip(paths, sources, strict=True))
+            result.notes += notes_of_run(source.catalogue, path)
+        one, other = (taken(path, source.catalogue) for path, source in zip(paths, sources, strict=True))
         catalogues = selection.select(sources, (one, other), selected, result.notes)
         for side, source, catalogue in zip((result.a, result.b), sources, catalogues, strict=True):
             side.format, side.world_size = source.catalogue.format, source.catalogue.world_size

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ckpttool.analysis.result import Result
+from ckpttool.catalogue.chosen import notes_of_run
 from ckpttool.catalogue.findings import DIFFERENCE, Finding
 from ckpttool.catalogue.patterns import several
 from ckpttool.errors import DIFFERS, DONE
@@ -25,7 +26,7 @@ from ckpttool.models.matching import decide, models
 from ckpttool.models.matching.solution import Candidate, Open, Solution
 from ckpttool.models.reference import Reference
 from ckpttool.operations import arguments
-from ckpttool.producers.open import naming, notes_of_run, opened
+from ckpttool.producers.open import naming, opened
 from ckpttool.reports.report import (
     SHOWN,
     Block,

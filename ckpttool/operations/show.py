@@ -17,6 +17,7 @@ from ckpttool.analysis.result import Result
 from ckpttool.analysis.statistics.elements import Accumulator
 from ckpttool.analysis.statistics.histogram import BARS, Central
 from ckpttool.catalogue.boxes import Box, Ints
+from ckpttool.catalogue.chosen import notes_of_run, taken
 from ckpttool.catalogue.entries import Object, Tensor
 from ckpttool.catalogue.patterns import any_of, pattern_meant
 from ckpttool.catalogue.protocols import Source
@@ -24,7 +25,7 @@ from ckpttool.catalogue.shown import shown as shown_in_a_line
 from ckpttool.catalogue.validation import stop_at_fault, validate
 from ckpttool.errors import UsageError
 from ckpttool.operations.arguments import check_source
-from ckpttool.producers.open import naming, notes_of_run, open_source, taken
+from ckpttool.producers.open import naming, open_source
 from ckpttool.reports.report import Block, Column, Facts, Line, Table, Text, bold, box, checks, known
 from ckpttool.reports.statistics import spark
 from ckpttool.storage.files import Pool

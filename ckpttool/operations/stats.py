@@ -27,6 +27,7 @@ from ckpttool.analysis.statistics.results import (
 from ckpttool.analysis.statistics.spectral import spectra
 from ckpttool.catalogue import counters
 from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.chosen import notes_of_run, taken
 from ckpttool.catalogue.conditions import condition
 from ckpttool.catalogue.entries import Catalogue, Tensor
 from ckpttool.catalogue.findings import Finding
@@ -138,14 +139,14 @@ def _collect(result: Stats, reading: _ReadOptions) -> list[Finding]:
     with ExitStack() as stack:
         source = stack.enter_context(open.opened(result.path, reading.shapes))
         catalogue = source.catalogue
-        stack.enter_context(open.naming(open.taken(result.path, catalogue)))
+        stack.enter_context(open.naming(taken(result.path, catalogue)))
         stop_at_absent(catalogue, reading.selection.only)
         validate(catalogue)
         selected = _selected(catalogue, reading.selection)
         before = catalogue.versions
         headline, _ = summary.head(catalogue, source)
         result.headline, result.step = str(headline), counters.step(catalogue)
-        result.notes += open.notes_of_run(catalogue)
+        result.notes += notes_of_run(catalogue)
         is_local = all(file.missing or file.location in before for file in catalogue.own_files)
         key = cached.key_of(before, selected, reading.spectral) if reading.keeps and is_local else None
         rows = cached.load(key) if key is not None and reading.may_load else None

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from ckpttool import formats, producers
 from ckpttool.analysis.result import FileSize, Written
+from ckpttool.catalogue.chosen import chosen_of_run, notes_of_run, taken
 from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
@@ -26,15 +27,7 @@ from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.producers import writable
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.open import (
-    checkpoint_around,
-    chosen_of_run,
-    is_index,
-    naming,
-    notes_of_run,
-    open_source,
-    taken,
-)
+from ckpttool.producers.open import checkpoint_around, is_index, naming, open_source
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
 from ckpttool.serialization.unpickler import no_garbage_collection

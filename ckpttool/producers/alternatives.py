@@ -2,6 +2,7 @@
 
 best_acc.pt best_loss.pt last.pt         the same tensors, and all names say which of the run it is
 net_loss=-3.pt net_loss=-6.pt            the same
+100.weight.pt 200.weight.pt              the same, of several tensors each
 checkpoint.pth.tar model_best.pth.tar    the same tensors, a model with its optimizer each
 a.pt b.pt c.pt latest.pt -> b.pt         the same tensors, and a link or a text names one of them
 G_A.pth G_B.pth model.pt ema.pt          the same tensors, and parts of one checkpoint
@@ -19,7 +20,7 @@ from ckpttool.catalogue import parts
 from ckpttool.catalogue.entries import Catalogue, Entry, Object, Path, Tensor
 from ckpttool.catalogue.models import is_averaged
 from ckpttool.catalogue.protocols import NO_HINTS
-from ckpttool.catalogue.step_names import MEASURED, pattern_of, step_in, step_said
+from ckpttool.catalogue.step_names import MEASURED, OF_TENSOR, pattern_of, step_in, step_said
 from ckpttool.errors import UsageError
 from ckpttool.formats.detect import detect
 from ckpttool.producers import runs
@@ -47,7 +48,7 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
     alike: dict[object, list[str]] = defaultdict(list)
     for root, one in holders.items():
         form = frozenset((e.path[len(root) :], e.shape) for e in entries[one.name] if isinstance(e, Tensor))
-        if form and not one.files:
+        if any(path for path, _ in form) and not one.files:
             alike[one.name.rpartition("/")[0], is_averaged(root), form].append(one.name)
     groups = [names for names in alike.values() if len(names) > 1]
     folders = [directory.folder(group[0].rpartition("/")[0]) for group in groups[:1]]
@@ -65,7 +66,9 @@ def run_in(directory: Directory, catalogue: Catalogue) -> RunDirectory | None:
         others = [one.name for one in holders.values() if one.name not in names]
         name = names[0] if len(names) == 1 else pattern_of(names, others) or " ".join(names)
         at, nbytes, is_newest = directory.at(names[0]), sum(map(directory.size, names)), names is newest
-        listed.append(RunCheckpoint(name, at, None, nbytes, None, catalogue.format, None, tuple(names), (), is_newest))
+        step = int(word) if (word := _said(names[0])).isdecimal() else None
+        own = (tuple(names), () if step is None else (step,), is_newest)
+        listed.append(RunCheckpoint(name, at, step, nbytes, None, catalogue.format, None, *own))
     return runs.with_newest(directory, listed) if listed else None
 
 
@@ -124,9 +127,9 @@ def _not_renamed(every: Sequence[list[str]], entries: Mapping[str, Sequence[Entr
 
 
 def _said(name: str) -> str:
-    """Return what a name says of which of a run it is, "" if nothing: `best`, `loss=-3`."""
+    """Return what a name says of which of a run it is, "" if nothing: `best`, `loss=-3`, `100` of `100.weight.pt`."""
     last = name.rpartition("/")[2]
-    match = COPY.search(last) or MEASURED.search(last)
+    match = COPY.search(last) or MEASURED.search(last) or OF_TENSOR.search(last)
     return match[0].lower() if match is not None else ""
 
 

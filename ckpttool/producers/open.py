@@ -37,7 +37,7 @@ from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.unfinished import ended
 from ckpttool.storage.versions import Version
 from ckpttool.text import none_or, some
-from ckpttool.transfer import twins
+from ckpttool.transfer import moments, twins
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
 
@@ -153,7 +153,7 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
         source.close()
         return None
     is_open = chosen.producer in _OF_MODELS and not (inner.newer and is_folder)
-    read = [one for one, error in others.items() if is_open and error is None and one.parent == directory.path]
+    read = [one for one, error in others.items() if is_open and error is None and one.is_below(directory.path)]
     if read:
         source.close()
         names = files_of_step or [_below(directory.path, chosen.path)]
@@ -161,7 +161,8 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
     listed = {name for one in inner.checkpoints for name in (one.name, f"{one.name}/", *one.files)}
     source.catalogue.warnings += contents.remains(directory, (one for one in directory.names if one not in listed))
     named = inner.named.path if inner.named is not None else directory.path
-    if copies := [_below(named, one) for one in of_no_step if one not in others]:
+    known = {place for one in others for place in (one, one.parent)}
+    if copies := [_below(named, one) for one in of_no_step if one not in known]:
         text = f"not opened, as they are of no step: {some(copies)}"
         source.catalogue.warnings.append(Warning("chosen", text))
     for one, error in others.items():
@@ -199,14 +200,20 @@ def _are_parts(run: runs.RunDirectory, newest: Source) -> bool:
 
 
 def _are_of_epochs(run: runs.RunDirectory) -> bool:
-    """Return whether the first two files have the same tensors, an optimizer among them, and the second is later."""
-    found = list[tuple[Counter[tuple[str, Ints]], int]]()
-    for checkpoint in run.checkpoints[:2]:
-        with closing(_open_first_file(run, checkpoint)) as source:
-            parts.assign(catalogue := source.catalogue)
-            epoch = counters.epoch(catalogue) if any(e.part.kind == "optimizer" for e in catalogue.tensors) else None
-            found.append((_tensors_in(catalogue), -1 if epoch is None else epoch))
-    return len(run.checkpoints) > 2 and found[0][0] == found[1][0] and 0 <= found[0][1] < found[1][1]
+    """Return whether the first two files have the same tensors, an optimizer among them, the second is later, and its
+    weights follow from those of the first: several agents have epochs, too."""
+    if len(run.checkpoints) < 3:
+        return False
+    with ExitStack() as stack:
+        sources = [stack.enter_context(closing(_open_first_file(run, one))) for one in run.checkpoints[:2]]
+        catalogues = [source.catalogue for source in sources]
+        for catalogue in catalogues:
+            parts.assign(catalogue)
+        first, second = map(counters.epoch, catalogues)
+        is_later = first is not None and second is not None and 0 <= first < second
+        has_optimizer = all(any(e.part.kind == "optimizer" for e in catalogue.tensors) for catalogue in catalogues)
+        is_same = has_optimizer and _tensors_in(catalogues[0]) == _tensors_in(catalogues[1])
+        return is_later and is_same and not twins.are_unrelated(*sources)
 
 
 def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> Source:
@@ -248,8 +255,21 @@ def _others(
                 and not kinds.isdisjoint(("model", "optimizer"))
             )
             if not is_checkpoint if tensors else kinds - {"progress", "other"}:
-                found[location] = None
+                found |= _of_same_step(run, location, source.catalogue)
     return found
+
+
+def _of_same_step(
+    run: runs.RunDirectory, location: Location, catalogue: Catalogue
+) -> Iterator[tuple[Location, CkptError | None]]:
+    """Yield what lies beside a run; of a folder with several steps the files of the one that is chosen, else an error:
+    `diffusion/model_1000.pt` beside `G_1000.pth`."""
+    steps, step = catalogue.facts.get("run", ()), run.chosen.step if run.chosen is not None else None
+    same = next((one["path"] for one in steps if one["step"] == step and len(steps) > 1), location)
+    if len(steps) > 1 and same == location:
+        yield location, ReadError(f"it has {len(steps)} checkpoints, none of step {step}", file=location)
+    else:
+        yield from ((one, None) for one in (same.matches() if same.is_pattern() else [same]))
 
 
 def _tensors_in(catalogue: Catalogue) -> Counter[tuple[str, Ints]]:
@@ -492,6 +512,9 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         elif options.shapes:
             catalogue.facts["shapes without order"] = shapes
         parts.assign(catalogue)
+        if kinds := moments.find(source):
+            catalogue.facts[parts.READ] = kinds
+            parts.assign(catalogue)
         with closing(files.Pool()) as pool:
             local_state.restore(source, options, partial(_numbers, source, pool))
         chosen = next((c["path"] for c in catalogue.facts.get("run", ()) if c["taken"]), catalogue.location or location)
@@ -577,25 +600,6 @@ def naming(path: str | None) -> Iterator[None]:
         if path is None or error.names(path.rstrip("/")) or not is_of_files:
             raise
         raise error.prefixed(f"`{path}`", file=path) from None
-
-
-def taken(path: str, catalogue: Catalogue) -> str:
-    """Return the path by which errors name what was opened at `path`: of a run that of the checkpoint."""
-    return next((str(entry["path"]) for entry in catalogue.facts.get("run", ()) if entry["taken"]), path)
-
-
-def chosen_of_run(catalogue: Catalogue) -> list[str]:
-    """Return a note on which checkpoint of a run directory this is; nothing for any other catalogue."""
-    run = catalogue.facts.get("run", ())
-    which = f"the newest complete of the {len(run)} checkpoints" if len(run) > 1 else "the only checkpoint"
-    return [f"using `{entry['name']}`, {which} in the run" for entry in run if entry["taken"]]
-
-
-def notes_of_run(catalogue: Catalogue, path: str | None = None) -> list[str]:
-    """Return notes on which checkpoint of a run directory this is, and why another may have been meant. With `path`,
-    they begin with it."""
-    notes = chosen_of_run(catalogue) + [str(warning) for warning in catalogue.warnings if warning.kind == "chosen"]
-    return notes if path is None else [f"`{path}`: {note}" for note in notes]
 
 
 def shapes_from(path: str) -> OpenOptions:

@@ -11,11 +11,11 @@ from ckpttool.analysis.describe.optimizers import OptimizerSummary
 from ckpttool.analysis.describe.rows import COLUMNS, NUMBERS, TensorRows
 from ckpttool.analysis.describe.sharding import Placements, Shards, shards
 from ckpttool.analysis.describe.summary import DEPTH, PartFigures, Summary, damage, head, summarise
+from ckpttool.catalogue.chosen import chosen_of_run
 from ckpttool.catalogue.entries import Catalogue, Part, Tensor, dotted
 from ckpttool.catalogue.findings import DAMAGE
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.shown import LIMIT, shown
-from ckpttool.producers.open import chosen_of_run
 from ckpttool.reports.report import Block, Column, Facts, Findings, Line, Styled, Table, Text, TextLike, bold, box, dim
 from ckpttool.text import count, plural, size
 

@@ -28,7 +28,9 @@ from ckpttool.transfer.plan import tiles
 from ckpttool.transfer.read import read_box
 
 _COMPARED = 1024  # elements at each end of a tensor
-_LEAST, _CORRELATED = 64, 0.3  # elements of which a correlation says something, and what independent ones do not reach
+LEAST = 64
+"""Elements of which a correlation says something."""
+_CORRELATED = 0.3  # what independent ones do not reach
 _FEW = 4  # tensors that are compared if the files are on another machine
 _ROUNDED, _TINY = 2**-8, 2**-24  # how far rounding moves a number: of bfloat16, and near zero of float16
 
@@ -82,14 +84,23 @@ def are_unrelated(source: Source, other: Source) -> bool:
     both = (tensor for key, tensor in own.items() if key in there and len(tensor.shape) > 1)
     weights = [tensor for tensor in both if tensor.name.rpartition(".")[2] not in MOMENTS]
     largest = max(weights, key=lambda tensor: tensor.numel, default=None)
-    if largest is None or largest.numel < _LEAST or own.keys() != there.keys():
+    if largest is None or largest.numel < LEAST or own.keys() != there.keys():
         return False
     with closing(files.Pool()) as pool:
-        pair = ((largest, source), (there[largest.name, largest.shape], other))
-        first, second = (numbers(_ends(one, of, pool).values[0].ravel(), one.dtype).ravel() for one, of in pair)
+        first, second = head(largest, source, pool), head(there[largest.name, largest.shape], other, pool)
+    return bool(first.std() * second.std() > 0) and not are_alike(first, second)
+
+
+def head(tensor: Tensor, source: Source, pool: files.Pool) -> Array:
+    """Read the first elements of a tensor."""
+    return numbers(_ends(tensor, source, pool).values[0].ravel(), tensor.dtype).ravel().astype("float64")
+
+
+def are_alike(first: Array, second: Array) -> bool:
+    """Return whether one of two weights follows from the other, as their correlation tells."""
     first, second = first - first.mean(), second - second.mean()
     product = float((first * first).sum() * (second * second).sum())
-    return product > 0 and float((first * second).sum()) ** 2 < _CORRELATED**2 * product
+    return float((first * second).sum()) ** 2 >= _CORRELATED**2 * product
 
 
 def _has_same_names(

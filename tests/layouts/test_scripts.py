@@ -193,6 +193,90 @@ def an_array_for_each_tensor(run: Path) -> Expected:
     return Expected(count(model), 100)
 
 
+def moments_of(model: nn.Module, by: Any = torch.optim.AdamW, **options: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The state of an optimizer under the names of the parameters: `{"exp_avg": {"0.weight": ...}}`."""
+    state = trained(model, by=by, **options)["state"].values()
+    named = dict(zip(dict(model.named_parameters()), state, strict=True))
+    kinds = [kind for kind in next(iter(named.values())) if kind != "step"]
+    return {kind: {name: one[kind] for name, one in named.items()} for kind in kinds}
+
+
+@script
+def moments_beside_a_model(run: Path) -> Expected:
+    """Each was a model of its own, with its parameters."""
+    model = net()
+    first, second = moments_of(model).values()
+    save(model.state_dict(), run / "model.pt")
+    save(first, run / "adam_m.pt")
+    save(second, run / "adam_v.pt")
+    dump({"step": 50}, run / "state.json")
+    return Expected(count(model), 50, "model 508, optimizer, optimizer, step 50")
+
+
+@script
+def moments_of_optax(run: Path) -> Expected:
+    model = net()
+    first, second = moments_of(model).values()
+    save({"params": model.state_dict(), "mu": first, "nu": second, "step": 50}, run / "state.pt")
+    return Expected(count(model), 50, "params 508, optimizer, optimizer, step 50")
+
+
+@script
+def moments_by_their_names(run: Path) -> Expected:
+    """`exp_avg` was an average of the model."""
+    model = net()
+    save({"model": model.state_dict(), **moments_of(model), "step": 50}, run / "state.pt")
+    return Expected(count(model), 50, "model 508, optimizer, optimizer, step 50")
+
+
+@script
+def momentum_of_a_model(run: Path) -> Expected:
+    """It was an encoder that follows the model."""
+    model = net()
+    momentum = moments_of(model, torch.optim.SGD, momentum=0.9)["momentum_buffer"]
+    save({"model": model.state_dict(), "momentum": momentum, "step": 50}, run / "state.pt")
+    return Expected(count(model), 50, "model 508, optimizer, step 50")
+
+
+@script
+def squares_of_an_average(run: Path) -> Expected:
+    """SWAG: the mean of the weights and of their squares."""
+    model = net()
+    mean = {key: one * 0.99 for key, one in model.state_dict().items()}
+    squares = {key: one.square() * 1.1 for key, one in model.state_dict().items()}
+    save({"state_dict": model.state_dict(), "avg": mean, "sq_mean": squares, "epoch": 3}, run / "swag.pt")
+    return Expected(count(model), None, "its avg, other: `sq_mean`")
+
+
+@script
+def importance_of_weights(run: Path) -> Expected:
+    """EWC: Fisher's information was a model."""
+    model = net()
+    fisher = {key: torch.rand_like(one) ** 4 for key, one in model.state_dict().items()}
+    save({"model": model.state_dict(), "fisher": fisher, "optimizer": trained(model)}, run / "task_1.pt")
+    return Expected(count(model), 2, "model 508, its AdamW, other: `fisher`")
+
+
+@script
+def agents_of_which_one_is_frozen(run: Path) -> Expected:
+    """Their epochs made them steps of a run, of which the last was opened; and the last was a copy."""
+    for agent in range(3):
+        model = net()
+        optimizer = {"optimizer": trained(model)} if agent < 2 else {}
+        save({"model": model.state_dict(), "epoch": agent + 3, **optimizer}, run / f"{agent}.pt")
+    return Expected(3 * count(model), 2, "0.model 508, 1.model 508, 2.model 508, AdamW of 0.model, AdamW of 1.model")
+
+
+@script
+def statistics_of_observations(run: Path) -> Expected:
+    """rsl_rl: what a normaliser has seen is called a state dict, and was a model."""
+    actor = net()
+    seen = {"_mean": torch.randn(1, 16), "_var": torch.rand(1, 16), "_std": torch.rand(1, 16), "count": torch.tensor(9)}
+    state = {"model_state_dict": actor.state_dict(), "optimizer_state_dict": trained(actor), "iter": 100}
+    save(state | {"obs_norm_state_dict": seen, "infos": None}, run / "model_100.pt")
+    return Expected(count(actor), 100, "model_state_dict 508, its AdamW, other: `obs_norm_state_dict`")
+
+
 def tensors_below(path: Path) -> Counter[str]:
     """The tensors of files, as the libraries read them that wrote them."""
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
@@ -271,3 +355,32 @@ def test_layers_that_are_folders(tmp_path: Path) -> None:
     (tmp_path / "run" / "100").rename(tmp_path / "other")
     with pytest.raises(ReadError, match=r"found 2 inside: `model/decoder/1`"):
         ckpttool.inspect(tmp_path / "other")
+
+
+def test_steps_of_weights_are_no_layers(tmp_path: Path) -> None:
+    """`100.weight.pt` and `200.weight.pt` were two models of one checkpoint."""
+    model = net()
+    for step in (100, 200):
+        save({key: one + step / 1e4 for key, one in model.state_dict().items()}, tmp_path / f"{step}.weight.pt")
+    found = summarise(ckpttool.inspect(tmp_path)).headline
+    assert (found.parameters, found.step) == (count(model), 200)
+    with ckpttool.open(tmp_path) as checkpoint:
+        assert {reading.digest(one.torch()) for one in checkpoint.tensors()} == {
+            *tensors_below(tmp_path / "200.weight.pt")
+        }
+
+
+def test_a_folder_of_steps_beside_a_run(tmp_path: Path) -> None:
+    """so-vits-svc: both steps of its diffusion model were read with the newest of the others."""
+    run = tmp_path / "run"
+    for step in (0, 1000):
+        for name, model in (("G", net()), ("D", net(8, 8, 1))):
+            save({"model": model.state_dict(), "iteration": step}, run / f"{name}_{step}.pth")
+        save({"global_step": step, "model": net(20, 8, 4).state_dict()}, run / "diffusion" / f"model_{step}.pt")
+    newest = [run / name for name in ("G_1000.pth", "D_1000.pth", "diffusion/model_1000.pt")]
+    with ckpttool.open(run) as checkpoint:
+        shown = Counter(reading.digest(one.torch()) for one in checkpoint.tensors())
+    assert shown == sum(map(tensors_below, newest), Counter())
+    (run / "diffusion" / "model_1000.pt").rename(run / "diffusion" / "model_800.pt")
+    with pytest.raises(ReadError, match=r"`diffusion/` may hold .*: it has 2 checkpoints, none of step 1000"):
+        ckpttool.convert(run, tmp_path / "one.pt")

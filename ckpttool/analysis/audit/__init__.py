@@ -23,11 +23,12 @@ from ckpttool.analysis.audit.values import check_values, read_number, tensors_wi
 from ckpttool.analysis.describe.optimizers import OptimizerSummary, optimizers
 from ckpttool.analysis.result import Result
 from ckpttool.catalogue.aliases import find_aliases
+from ckpttool.catalogue.chosen import notes_of_run
 from ckpttool.catalogue.entries import KINDS, Catalogue, Entry, Path, Tensor, dotted
 from ckpttool.catalogue.protocols import Source
 from ckpttool.catalogue.validation import validate
 from ckpttool.errors import DIFFERS, DONE, CkptError, UsageError
-from ckpttool.producers.open import notes_of_run, opened
+from ckpttool.producers.open import opened
 from ckpttool.storage.files import Pool
 from ckpttool.text import plural, size
 

@@ -27,13 +27,13 @@ from ckpttool.analysis.result import ABSENT
 from ckpttool.analysis.statistics.places import module_of, parameter_names
 from ckpttool.catalogue import identity, parts
 from ckpttool.catalogue.boxes import Ints
+from ckpttool.catalogue.chosen import taken
 from ckpttool.catalogue.entries import Catalogue, Entry, File, Object, Part, Path, Tensor
 from ckpttool.catalogue.shown import shown
 from ckpttool.catalogue.values import TorchSize
 from ckpttool.errors import CkptError
 from ckpttool.layout.move import relinked
 from ckpttool.layout.select import interchangeable
-from ckpttool.producers import open
 from ckpttool.text import rank_ranges, size
 
 _MAX_DEPTH = 100  # values in values that are compared one by one
@@ -136,7 +136,7 @@ class _Comparing:
             nbytes = size(sum(pairs[n].a.nbytes for n in known))
             result.notes.append(f"{nbytes} are in files with the same digest in both, and were not read")
         sides = zip((result.a, result.b), self.sources, strict=True)
-        a_path, b_path = (open.taken(side.path, source.catalogue) for side, source in sides)
+        a_path, b_path = (taken(side.path, source.catalogue) for side, source in sides)
         compared, failures = tensors.compare(pairs, self.sources, (a_path, b_path), options, known)
         totals: dict[Part, Total] = {}
         modules: dict[tuple[str, str, str], ModuleDifference] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpttool.analysis.result import FileSize
 from ckpttool.catalogue import quantization
+from ckpttool.catalogue.chosen import chosen_of_run
 from ckpttool.catalogue.dtypes import DTYPES
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.errors import CorruptError, LossError, UsageError
@@ -33,7 +34,7 @@ from ckpttool.operations.export import card, weights
 from ckpttool.operations.secrets import Secret
 from ckpttool.operations.write import Conversion, OpenSource, WriteOptions
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.open import chosen_of_run, naming
+from ckpttool.producers.open import naming
 from ckpttool.storage import files
 from ckpttool.storage.stores import Outgoing, is_remote, locate
 from ckpttool.text import count, is_or_are, meant, plural, some

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpttool import formats
 from ckpttool.catalogue import parts
+from ckpttool.catalogue.chosen import taken
 from ckpttool.catalogue.entries import Catalogue, Part, Path
 from ckpttool.catalogue.patterns import rule, several
 from ckpttool.catalogue.protocols import Format, SinkOptions, Source
@@ -28,7 +29,7 @@ from ckpttool.operations import arguments, publish, write, written
 from ckpttool.operations.reshard import engines
 from ckpttool.operations.reshard.twins import find_twins
 from ckpttool.operations.write import Conversion, OpenSource, Planned, WriteOptions
-from ckpttool.producers.open import naming, taken
+from ckpttool.producers.open import naming
 from ckpttool.reports import page_file
 from ckpttool.reports.report import Facts
 from ckpttool.serialization import sharded_pickle

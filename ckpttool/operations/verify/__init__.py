@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from ckpttool.analysis.describe.copies import note_copies
+from ckpttool.catalogue.chosen import chosen_of_run
 from ckpttool.catalogue.entries import Catalogue
 from ckpttool.catalogue.findings import DAMAGE, NOTE, Finding
 from ckpttool.catalogue.validation import stop_at_denied, validate
@@ -195,7 +196,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
     report.tensor_count, report.object_count = sum(1 for _ in catalogue.tensors), sum(1 for _ in catalogue.objects)
     root = catalogue.location
     assert root is not None
-    if open.chosen_of_run(catalogue):
+    if chosen_of_run(catalogue):
         report.path = root
     return Verification(source, root, report, threads, progress)
 
@@ -203,7 +204,7 @@ def _open(path: str, shapes: str | None, report: Report, threads: int, progress:
 def _warnings(run: Verification) -> Iterator[Finding]:
     """Yield which checkpoint of a run this is, and the warnings of the readers. A name that runs code where it is
     loaded is damage: no writer of checkpoints leaves one, and no operation passes it on."""
-    yield from (Finding(NOTE, "remark", text) for text in open.chosen_of_run(run.catalogue))
+    yield from (Finding(NOTE, "remark", text) for text in chosen_of_run(run.catalogue))
     unreadable = {
         one for finding in run.report.findings if finding.kind in ("object", "missing") for one in finding.subjects
     }
