@@ -37,9 +37,9 @@ _NAMES = (
     ("scaler", r"(grad_|loss_)?scaler(_state(_dict)?)?"),
     (
         "progress",
-        r"(global_|current_|train_|total_|decay_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
+        r"(global_|current_|cur_|train_|total_|decay_)?(step|steps|epoch|epochs|iteration|iter|iter_num|num_steps)"
         r"|progress|train_state|trainer_state|(num_)?tokens(_seen)?|consumed_\w+|best_\w+|loops"
-        r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step"
+        r"|ite|itr|it|updates?|num_updates|trained_\w+|iterations|training_step|cur_itrs|batch_(idx_train|num_total)"
         r"|(start|last|finished)_epoch|epochs_run|loss(es)?|metrics?|(\w+_)?history",
     ),
     ("model", r"(.*_)?(model|models|network|net|module|ema|state_dict|model_state(_dict)?|params|weights)(_\d+)?"),

@@ -27,7 +27,7 @@ from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.producers import writable
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.open import checkpoint_around, is_index, naming, open_source
+from ckpttool.producers.open import checkpoint_around, naming, open_source
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
 from ckpttool.serialization.unpickler import no_garbage_collection
@@ -42,6 +42,7 @@ from ckpttool.transfer import journal
 from ckpttool.transfer.check_destination import check_written
 from ckpttool.transfer.execute import BUFFER, Transferred, budget
 from ckpttool.transfer.file_by_file import FileByFile, sealing
+from ckpttool.transfer.origins import is_index
 from ckpttool.transfer.plan import whole_files
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress

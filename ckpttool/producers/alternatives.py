@@ -103,7 +103,7 @@ def _are_apart(
     if not pointed.isdisjoint(names) or (all_said and len(said) == len(names)):
         return True
     is_whole = all({"model", "optimizer"} <= {entry.part.kind for entry in entries[name]} for name in names)
-    return is_whole and (bool(said) or len({_counted(entries[name]) for name in names}) > 1)
+    return is_whole and (bool(said) or len({counted(entries[name]) for name in names}) > 1)
 
 
 def _are_of_others(directory: Directory, names: Sequence[str]) -> bool:
@@ -120,10 +120,16 @@ def _are_of_others(directory: Directory, names: Sequence[str]) -> bool:
 def _not_renamed(every: Sequence[list[str]], entries: Mapping[str, Sequence[Entry]]) -> list[str] | None:
     """Return the one whose name the others begin with, if its counters say that it is newer: `last.pt last.pt.1`."""
     first, *others = sorted(every)
-    new, *old = (dict(_counted([e for name in names for e in entries[name]])) for names in (first, *others))
-    is_newer = all(new.keys() == of.keys() and new.items() != of.items() for of in old)
-    is_newer = is_newer and all(new[key] >= of[key] for of in old for key in of)
-    return first if is_newer and all(names[0].startswith(first[0]) for names in others) else None
+    new, *old = (counted(entry for name in names for entry in entries[name]) for names in (first, *others))
+    are_older = all(is_later(new, of) for of in old) and all(names[0].startswith(first[0]) for names in others)
+    return first if are_older else None
+
+
+def is_later(one: Iterable[tuple[object, int]], other: Iterable[tuple[object, int]]) -> bool:
+    """Return whether some counters of a checkpoint are higher than those of another, and none is lower."""
+    new, old = (dict(sorted(counts, key=lambda item: item[1])) for counts in (one, other))
+    both = new.keys() & old.keys()
+    return any(new[key] > old[key] for key in both) and all(new[key] >= old[key] for key in both)
 
 
 def _said(name: str) -> str:
@@ -133,10 +139,10 @@ def _said(name: str) -> str:
     return match[0].lower() if match is not None else ""
 
 
-def _counted(entries: Iterable[Entry]) -> frozenset[tuple[object, int]]:
+def counted(entries: Iterable[Entry]) -> frozenset[tuple[object, int]]:
     """Return the counters of a file, of steps or of epochs."""
-    objects = (e for e in entries if isinstance(e, Object) and parts.kind_of_key(e.path[-1]) == "progress")
-    return frozenset((e.path[-1], e.value) for e in objects if type(e.value) is int)
+    objects = (e for e in entries if isinstance(e, Object) and e.path and parts.kind_of_key(e.path[-1]) == "progress")
+    return frozenset((e.path[-1], e.value) for e in objects if e.is_read and type(e.value) is int)
 
 
 def _checkpoints(groups: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 
 from ckpttool import formats, producers
-from ckpttool.catalogue import counters, parts
+from ckpttool.catalogue import parts
 from ckpttool.catalogue.boxes import Ints
 from ckpttool.catalogue.entries import Catalogue, Tensor, dotted
 from ckpttool.catalogue.protocols import NO_HINTS, Format, OpenOptions, Source
@@ -35,9 +34,8 @@ from ckpttool.serialization.unpickler import no_garbage_collection
 from ckpttool.storage import files, versions
 from ckpttool.storage.stores import Location, local_path, locate
 from ckpttool.storage.unfinished import ended
-from ckpttool.storage.versions import Version
 from ckpttool.text import none_or, some
-from ckpttool.transfer import moments, twins
+from ckpttool.transfer import moments, origins, twins
 from ckpttool.transfer.numbers import Array, numbers
 from ckpttool.transfer.read import read_box
 
@@ -47,7 +45,6 @@ _ONE_OF_SEVERAL = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)")
 _MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
 # Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
 _OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
-_INDEXES = (".metadata", "__*.metadata", "*.index.json", "ckpttool.json")
 
 
 def open_at(
@@ -147,7 +144,10 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
         source.close()
         return None
     of_no_step = [*_of_no_step(inner)]
-    others = _others(inner, of_no_step, source.catalogue)
+    others, later = _others(inner, of_no_step, source.catalogue)
+    if later is not None and later.is_below(directory.path):
+        source.close()
+        return _open_newest(inner.with_later(later), options, inner.with_later(later) if run == inner else run)
     is_only = len(inner.checkpoints) == 1 and is_folder
     if others and is_only and producers.recognise(directory.folder(chosen.name)) is None:
         source.close()
@@ -204,16 +204,16 @@ def _are_of_epochs(run: runs.RunDirectory) -> bool:
     weights follow from those of the first: several agents have epochs, too."""
     if len(run.checkpoints) < 3:
         return False
-    with ExitStack() as stack:
-        sources = [stack.enter_context(closing(_open_first_file(run, one))) for one in run.checkpoints[:2]]
-        catalogues = [source.catalogue for source in sources]
-        for catalogue in catalogues:
+    with (
+        closing(_open_first_file(run, run.checkpoints[0])) as one,
+        closing(_open_first_file(run, run.checkpoints[1])) as two,
+    ):
+        for catalogue in (old := one.catalogue, new := two.catalogue):
             parts.assign(catalogue)
-        first, second = map(counters.epoch, catalogues)
-        is_later = first is not None and second is not None and 0 <= first < second
-        has_optimizer = all(any(e.part.kind == "optimizer" for e in catalogue.tensors) for catalogue in catalogues)
-        is_same = has_optimizer and _tensors_in(catalogues[0]) == _tensors_in(catalogues[1])
-        return is_later and is_same and not twins.are_unrelated(*sources)
+        has_optimizer = all(any(e.part.kind == "optimizer" for e in of.tensors) for of in (old, new))
+        is_same = has_optimizer and _tensors_in(old) == _tensors_in(new)
+        is_later = alternatives.is_later(*(alternatives.counted(of.entries.values()) for of in (new, old)))
+        return is_same and is_later and not twins.are_unrelated(one, two)
 
 
 def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> Source:
@@ -223,16 +223,17 @@ def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> 
 
 def _others(
     run: runs.RunDirectory, of_no_step: Iterable[Location], newest: Catalogue
-) -> dict[Location, CkptError | None]:
+) -> tuple[dict[Location, CkptError | None], Location | None]:
     """Return what holds other state than a checkpoint of a run, of what lies beside the newest and of its other
-    checkpoints that are called otherwise, with the error if it cannot be opened. The best or a final model has the same
-    tensors, or most of them."""
+    checkpoints that are called otherwise, with the error if it cannot be opened, and the one that is newer by its
+    counters. The best or a final model has the same tensors, or most of them."""
     complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
     locations = [*of_no_step, *(location for one in complete for location in run.locations(one))]
-    found = dict[Location, CkptError | None]()
+    locations.sort(key=lambda location: runs.LAST.search(location.name) is None)  # of two that are alike the first
+    found, later = dict[Location, CkptError | None](), None
     if not locations:
-        return found
-    own = _tensors_in(newest)
+        return found, later
+    own, counts = _tensors_in(newest), alternatives.counted(newest.entries.values())
     parts.assign(newest)
     elements = sum(tensor.numel for tensor in newest.tensors if tensor.part.kind == "model")
     for location in locations:
@@ -243,7 +244,7 @@ def _others(
             with closing(open_at(location)) as source:
                 parts.assign(source.catalogue)
                 kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
-                tensors = _tensors_in(source.catalogue)
+                tensors, new = _tensors_in(source.catalogue), alternatives.counted(source.catalogue.entries.values())
                 is_most = 2 * sum(tensor.numel for tensor in source.catalogue.tensors) >= elements
         except CkptError as error:
             if not ended(location.name):  # what a save left that did not end, or has not yet
@@ -256,7 +257,9 @@ def _others(
             )
             if not is_checkpoint if tensors else kinds - {"progress", "other"}:
                 found |= _of_same_step(run, location, source.catalogue)
-    return found
+            elif tensors == own and run.continues(location.name) and alternatives.is_later(new, counts):
+                later, counts = location, new
+    return found, later
 
 
 def _of_same_step(
@@ -319,9 +322,10 @@ def _open_directory(directory: Directory, options: OpenOptions, producer: Produc
     if row is not None and (source := _opened_whole(row, directory, layout, options)):
         return reader.said_by(producer, source)
     checkpoints = runs.inside(directory) if layout.components else []
-    # In what is called a step itself, folders from 0 are layers: `100/model/decoder/0/`.
+    # In what is called a step itself, folders from 0 are layers, or without a step: `100/model/decoder/0/ final_norm/`.
     are_layers = step_in(directory.name) is not None and all(step_said(one.name) is None for one in checkpoints)
-    if checkpoints and not (are_layers and {one.step for one in checkpoints} == {*range(len(checkpoints))}):
+    numbers = {one.step for one in checkpoints if one.step is not None}
+    if checkpoints and not (are_layers and numbers == {*range(len(numbers))}):
         raise _inside(location, directory, checkpoints, filter(formats.DATA_FILE.fullmatch, directory.names))
     if not layout.components and layout.missing:
         raise reader.incomplete(layout.missing[0], directory)
@@ -358,7 +362,7 @@ def _opened_whole(row: Format, directory: Directory, layout: Layout, options: Op
             raise
         return None
     names = {file.name for file in source.catalogue.files}
-    unread = {name for c in layout.components for name in c.files if name not in names and not is_index(name)}
+    unread = {name for c in layout.components for name in c.files if name not in names and not origins.is_index(name)}
     if (
         layout.unreadable
         or (unread and (row is rankfiles.FORMAT or not source.catalogue.faults))
@@ -525,8 +529,8 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
         if (part := _ONE_OF_SEVERAL.fullmatch(location.name)) and int(part[1]) > 1 and not location.is_dir():
             text = f"`{location.name}` is one of {int(part[1])} files: name the directory, `{location.parent or '.'}`"
             catalogue.warnings.append(Warning("left-out", f"{text}, for the whole model"))
-        _keep_versions(catalogue, seen)
-        _check_links(chosen, catalogue)
+        origins.keep_versions(catalogue, seen)
+        origins.check_links(chosen, catalogue)
         beside.annotate(chosen, catalogue)
         on_error.pop_all()
     is_remote = location is not path and not location.store.is_local
@@ -535,47 +539,6 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
 
 def _numbers(source: Source, pool: files.Pool, tensor: Tensor, start: int, count: int) -> Array:
     return numbers(read_box(((start,), (count,)), tensor, source, pool), tensor.dtype)
-
-
-def _check_links(root: Location, catalogue: Catalogue) -> None:
-    """Raise CorruptError for a file that is reached through a link out of the checkpoint, also one that no index names:
-    in a directory of a stranger it may lead to any file of this user. A path that was typed may be a link itself."""
-    if not root.store.is_local or root.is_pattern():
-        return
-    folder = root if root.is_dir() else root.parent
-    top, is_linked = folder.real(), dict[str, bool]()
-    indexes = (locate(path) for path in catalogue.versions if is_index(path))
-    for location in (*(file.location for file in catalogue.own_files if not file.missing), *indexes):
-        if location == root or not location.store.is_local or not location.is_below(folder):
-            continue
-        above = location.parent
-        if above not in is_linked:
-            is_linked[above] = above != folder and above.real() != top / above.relative_to(folder)
-        if is_linked[above] or location.is_link():
-            folder.inside(location.relative_to(folder))
-
-
-def _keep_versions(catalogue: Catalogue, seen: Mapping[str, Version]) -> None:
-    """Note of which version the files of a catalogue are, indexes too: that which each had before anything of it was
-    read. Payloads are read of that version only. Raises ReadError if one has changed since."""
-    folders = {""}
-    for file in catalogue.own_files:
-        location = file.location
-        if not file.missing and location.store.is_local:
-            key = location.key
-            catalogue.versions |= {str(location): seen[key]} if key in seen else files.fingerprint([location])
-            folders.add(location.rpartition("/")[0])
-            file.location = Location(location, location.store, catalogue.versions.get(location))
-    catalogue.versions |= {
-        path: version for path, version in seen.items() if is_index(path) and path.rpartition("/")[0] in folders
-    }
-    files.check_unchanged(catalogue.versions)
-
-
-def is_index(path: str) -> bool:
-    """Return whether a file says where the values of others are, by its name. Pure."""
-    name = path.rpartition("/")[2]
-    return any(fnmatchcase(name, pattern) for pattern in _INDEXES)
 
 
 def checkpoint_around(location: Location) -> Location | None:

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from contextlib import closing
 
 from ckpttool.errors import CkptError, OverwriteError, RemoteError
-from ckpttool.producers.open import is_index, open_source
+from ckpttool.producers.open import open_source
 from ckpttool.serialization.manifest import NAME
 from ckpttool.storage.stores import Location, Outgoing
+from ckpttool.transfer.origins import is_index
 
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 

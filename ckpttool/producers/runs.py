@@ -129,6 +129,24 @@ class RunDirectory:
         files = (self.chosen.files or (self.chosen.name,)) if self.chosen is not None else ()
         return COPY.sub("#", name) in map(_masked, files)
 
+    def continues(self, name: str) -> bool:
+        """Return whether a file or a folder may be a later checkpoint of the run than the chosen one by its name: one
+        that is listed, the last or the best, or `checkpoint.pth` beside `checkpoint0099.pth`; others are of another."""
+        listed = {one for checkpoint in self.checkpoints for one in (checkpoint.name, *checkpoint.files)}
+        bare = {re.sub(r"[-_.=]?#", "", _masked(one)) for one in listed}
+        return name in listed or ((COPY.search(name) is not None or name in bare) and not ended(name))
+
+    def with_later(self, later: Location) -> RunDirectory:
+        """Return the run with what lies at a location as the one to open, behind the newest that names tell."""
+        before = self.chosen
+        assert before is not None
+        known = next((one for one in self.checkpoints if self.locations(one) == [later]), None)
+        name, nbytes = later.relative_to(self.directory.path), 0 if later.is_dir() else later.size()
+        last = known or RunCheckpoint(name, later, None, nbytes, None, before.format, None, (), before.order, True)
+        rest = [one for one in self.checkpoints if one != known]
+        place = rest.index(before) + 1
+        return replace(self, checkpoints=[*rest[:place], last, *rest[place:]], chosen=last)
+
     def locations(self, checkpoint: RunCheckpoint) -> list[Location]:
         """Return the files of a checkpoint, or its folder."""
         return [self.directory.at(name) for name in checkpoint.files] or [checkpoint.path]

@@ -79,12 +79,35 @@ def test_a_link_or_a_text_says_which(of: Any, tmp_path: Path) -> None:
 
 def test_a_text_names_a_file_without_a_step_beside_steps(tmp_path: Path) -> None:
     """As fvcore's `Checkpointer` writes it, at the end of training too."""
-    save(tmp_path, "model_0000001.pth model_0000003.pth model_final.pth")
+    save(tmp_path, "model_0000001.pth model_0000003.pth")
+    torch.save(state(2), tmp_path / "model_final.pth")
     assert opened(tmp_path) == {"model_0000003.pth"}
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     assert opened(tmp_path) == {"model_final.pth"}
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     assert opened(tmp_path) == {"model_0000003.pth"}
+
+
+@pytest.mark.parametrize(
+    ("last", "epoch"), [("last.pth", 9), ("epoch.pth", 9), ("last.pth", 2), ("last.pth", 1), ("other.pth", 9)]
+)
+def test_the_last_file_may_be_newer_than_the_last_step(last: str, epoch: int, tmp_path: Path) -> None:
+    """Of steps that are kept and a file that each epoch overwrites, the newest step was opened: Ultralytics, DETR."""
+    save(tmp_path, "epoch_10.pth epoch_20.pth best.pth")
+    torch.save(state(2), tmp_path / "best.pth")
+    torch.save(state(epoch), tmp_path / last)
+    newest = last if epoch > 2 and last != "other.pth" else "epoch_20.pth"
+    assert opened(tmp_path) == {newest}
+    run = ckpttool.inspect(tmp_path).facts["run"]
+    assert [one["name"] for one in run if one["taken"]] == [newest]
+    assert {"epoch_10.pth", "epoch_20.pth"} < {*(one["name"] for one in run), newest, last}
+
+
+def test_two_names_of_steps_that_count_otherwise(tmp_path: Path) -> None:
+    """icefall: a file of an epoch is newer than the last of so many batches, though its number is smaller."""
+    for name, batch in (("checkpoint-4000.pt", 4000), ("checkpoint-8000.pt", 8000), ("epoch-1.pt", 9000)):
+        torch.save({**state(1), "batch_idx_train": batch}, tmp_path / name)
+    assert opened(tmp_path) == {"epoch-1.pt"}
 
 
 def test_a_measured_number_is_no_step(tmp_path: Path) -> None:
@@ -107,8 +130,11 @@ def test_they_are_asked_for_by_name(names: str, tmp_path: Path) -> None:
 
 def test_steps_behind_the_suffix_beside_a_copy_of_the_last(tmp_path: Path) -> None:
     """A file that was renamed again and again is called by how often, not by steps."""
-    save(tmp_path, "ckpt.pt.100 ckpt.pt.200 ckpt.pt.300 ckpt.pt")
+    save(tmp_path, "ckpt.pt.100 ckpt.pt.200 ckpt.pt.300")
+    torch.save(state(3), tmp_path / "ckpt.pt")
     assert opened(tmp_path) == {"ckpt.pt.300"}
+    torch.save(state(4), tmp_path / "ckpt.pt")
+    assert opened(tmp_path) == {"ckpt.pt"}
 
 
 def test_older_ones_that_were_renamed(tmp_path: Path) -> None:
