@@ -167,12 +167,14 @@ class _Division:
             self._add_beside(node, kind, path)
 
     def _add_beside(self, node: KeyNode, kind: str, path: Path) -> None:
-        """Add what the module was made from, which lies beside a state dict, or the counters around an optimizer."""
-        self.parts += [
-            (child, Part("other" if kind == "model" else "progress", (*path, key)))
-            for key, child in node.children.items()
-            if (_is_settings(child) if kind == "model" else kind_of_key(key) == "progress" and not child.children)
-        ]
+        """Add what the module was made from, which lies beside a state dict, and the counters around it or around an
+        optimizer."""
+        for key, child in node.children.items():
+            is_value = not child.children and not (kind == "model" and isinstance(child.entry, Tensor))
+            if is_value and kind_of_key(key) == "progress":
+                self.parts.append((child, Part("progress", (*path, key))))
+            elif kind == "model" and _is_settings(child):
+                self.parts.append((child, Part("other", (*path, key))))
 
     def divide_rest(self) -> None:
         """Divide the tensors beside the parts: into models, which have the shapes of others or of an optimizer's state

@@ -17,7 +17,7 @@ from itertools import pairwise
 from posixpath import commonprefix
 from typing import Any, NamedTuple
 
-_BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
+_BEFORE, _AFTER = r"(?:^|[^a-z])(?:{})[-_=.]?(\d+)", r"(?:^|[^a-z\d.])(\d+)[-_]?(?:{})(?![a-z])"
 _STEP, _EPOCH = r"(?:global_?)?steps?|iter|iteration|updates?", r"epoch|ep|round"
 _SAVE = r"checkpoint|ckpt|ckp|chkpnt|snapshot|backup|weights"
 

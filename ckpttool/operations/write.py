@@ -19,6 +19,7 @@ from ckpttool.catalogue.entries import Catalogue, Container, Object, Path, Tenso
 from ckpttool.catalogue.protocols import Format, Sink, SinkOptions, Source
 from ckpttool.catalogue.warning import Warning
 from ckpttool.errors import DONE, CkptError, CorruptError, LossError, OverwriteError, StorageError, UsageError
+from ckpttool.formats import dcp
 from ckpttool.formats.detect import detect
 from ckpttool.layout.optimizer import respell
 from ckpttool.layout.optimizer.misspelt import MISSPELT, misspelt
@@ -27,7 +28,7 @@ from ckpttool.operations.manifest import check_wanted, of_checkpoint
 from ckpttool.operations.manifest import write as write_manifest
 from ckpttool.producers import writable
 from ckpttool.producers.combined import CombinedSource
-from ckpttool.producers.open import checkpoint_around, naming, open_source
+from ckpttool.producers.open import naming, open_source
 from ckpttool.serialization.directory import Directory
 from ckpttool.serialization.manifest import content
 from ckpttool.serialization.unpickler import no_garbage_collection
@@ -47,6 +48,8 @@ from ckpttool.transfer.plan import whole_files
 from ckpttool.transfer.processes import Coordinator
 from ckpttool.transfer.threads import Progress
 
+# Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
+_OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
 _NUMPY_MEMORY = 24 << 20
 _ON_DISK = 3  # files that are sent, wait for that, or are written
 _WORTH_STREAMING = 64 << 10  # bytes of a chunk, on average
@@ -483,9 +486,21 @@ def note_overflow(result: Conversion, overflowed: Mapping[str, int]) -> None:
 # Before anything is written -------------------------------------------------------------------------------------------
 
 
+def _checkpoint_around(location: Location) -> Location | None:
+    """Return the directory around a location that is one checkpoint by its index, if there is one."""
+    above = location.absolute()
+    while above.parent != above:
+        above = above.parent
+        for name in _OF_A_DIRECTORY:
+            # Other programs have a `.metadata`, too.
+            if (above / name).is_file() and (not name.endswith(".metadata") or dcp.FORMAT.recognise(above / name)):
+                return above
+    return None
+
+
 def _check_not_inside(dst: str) -> None:
     """Raise UsageError for a destination in the directory of another checkpoint, which would have a file more."""
-    if (around := checkpoint_around(local_path(dst))) is not None:
+    if (around := _checkpoint_around(local_path(dst))) is not None:
         message = f"`{dst}` is inside the checkpoint `{around}`, which it would change"
         raise UsageError(message, hint=f"write it next to that: `{around.parent / local_path(dst).name}`")
 

@@ -22,7 +22,7 @@ from ckpttool.catalogue.warning import Warning
 from ckpttool.catalogue.work_limit import working
 from ckpttool.errors import CkptError, CorruptError, ReadError, UsageError
 from ckpttool.flat import local_state
-from ckpttool.formats import archives, dcp, rankfiles, safetensors, torchsave
+from ckpttool.formats import archives, rankfiles, safetensors, torchsave
 from ckpttool.formats.detect import detect, found_inside
 from ckpttool.layout.optimizer.names_of_ids import is_model_order
 from ckpttool.producers import alternatives, beside, contents, foreign, read_only, reader, runs, transformers
@@ -43,8 +43,6 @@ _OF_MODELS = (None, transformers.PRETRAINED.name, read_only.TORCHTUNE.name)  # p
 _DOCUMENT = re.compile(r".*\.(json|ya?ml|txt)")
 _ONE_OF_SEVERAL = re.compile(r".+-\d{5}-of-(\d{5})\.(?:safetensors|bin|pt|pth)")
 _MANY = 1_000  # files of a folder beside the checkpoints of a run that are opened to see whose they are
-# Indexes by which a whole directory is one checkpoint. Beside that of a model there may be the directories of a run.
-_OF_A_DIRECTORY = (".metadata", "__0.metadata", "ckpttool.json")
 
 
 def open_at(
@@ -132,22 +130,24 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
     """Open the newest complete checkpoint of a run, with the state that is written again at each step beside it: the
     optimizer beside the weights of each epoch. Other state that belongs to no step is a fault. Return None if what was
     taken for a run is not one: a folder of no framework, whose number is no step, or files of ranks."""
-    chosen, directory = inner.chosen, inner.directory
-    assert chosen is not None
-    is_folder = chosen.path.is_dir()
-    files_of_step = list(chosen.files)
-    if files_of_step:
-        source = _open_step(directory, files_of_step, options, run)
-    else:
-        source = open_at(chosen.path, options, run, directory.folder(chosen.name) if is_folder else None)
-    if not is_folder and _are_parts(inner, source):
+    while True:
+        chosen, directory = inner.chosen, inner.directory
+        assert chosen is not None
+        is_folder = chosen.path.is_dir()
+        files_of_step = list(chosen.files)
+        if files_of_step:
+            source = _open_step(directory, files_of_step, options, run)
+        else:
+            source = open_at(chosen.path, options, run, directory.folder(chosen.name) if is_folder else None)
+        if not is_folder and _are_parts(inner, source):
+            source.close()
+            return None
+        of_no_step = [*_of_no_step(inner)]
+        others, later = _others(inner, of_no_step, source.catalogue)
+        if later is None:
+            break
         source.close()
-        return None
-    of_no_step = [*_of_no_step(inner)]
-    others, later = _others(inner, of_no_step, source.catalogue)
-    if later is not None and later.is_below(directory.path):
-        source.close()
-        return _open_newest(inner.with_later(later), options, inner.with_later(later) if run == inner else run)
+        inner, run = (following := inner.with_later(later)), following if run == inner else run
     is_only = len(inner.checkpoints) == 1 and is_folder
     if others and is_only and producers.recognise(directory.folder(chosen.name)) is None:
         source.close()
@@ -257,7 +257,7 @@ def _others(
             )
             if not is_checkpoint if tensors else kinds - {"progress", "other"}:
                 found |= _of_same_step(run, location, source.catalogue)
-            elif tensors == own and run.continues(location.name) and alternatives.is_later(new, counts):
+            elif tensors == own and run.continues(location) and alternatives.is_later(new, counts):
                 later, counts = location, new
     return found, later
 
@@ -539,18 +539,6 @@ def open_source(path: str, shapes: str | None = None, only: Collection[str] | No
 
 def _numbers(source: Source, pool: files.Pool, tensor: Tensor, start: int, count: int) -> Array:
     return numbers(read_box(((start,), (count,)), tensor, source, pool), tensor.dtype)
-
-
-def checkpoint_around(location: Location) -> Location | None:
-    """Return the directory around a location that is one checkpoint by its index, if there is one."""
-    above = location.absolute()
-    while above.parent != above:
-        above = above.parent
-        for name in _OF_A_DIRECTORY:
-            # Other programs have a `.metadata`, too.
-            if (above / name).is_file() and (not name.endswith(".metadata") or dcp.FORMAT.recognise(above / name)):
-                return above
-    return None
 
 
 @contextmanager

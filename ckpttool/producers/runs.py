@@ -34,9 +34,11 @@ from ckpttool.storage.stores import Location, locate
 from ckpttool.storage.unfinished import ended
 from ckpttool.text import some
 
+_MARK = r"(?!(?i:.*(?<![a-z])(?:done|success|completed?|finished|commit(?:ted)?|ready)(?![a-z])))"  # of a whole save
 _DATA = re.compile(
-    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|[^.]*"
+    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|{_MARK}[^.]*"
 )
+_NUMBERED = re.compile(r".*\.[a-z]*[-_]?\d+")  # `snapshot.ep.2`, or a log: its first bytes tell
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 LAST = re.compile(r"(?<![a-z])(last|latest|final)(?![a-z])", re.IGNORECASE)
@@ -129,12 +131,13 @@ class RunDirectory:
         files = (self.chosen.files or (self.chosen.name,)) if self.chosen is not None else ()
         return COPY.sub("#", name) in map(_masked, files)
 
-    def continues(self, name: str) -> bool:
+    def continues(self, location: Location) -> bool:
         """Return whether a file or a folder may be a later checkpoint of the run than the chosen one by its name: one
         that is listed, the last or the best, or `checkpoint.pth` beside `checkpoint0099.pth`; others are of another."""
         listed = {one for checkpoint in self.checkpoints for one in (checkpoint.name, *checkpoint.files)}
-        bare = {re.sub(r"[-_.=]?#", "", _masked(one)) for one in listed}
-        return name in listed or ((COPY.search(name) is not None or name in bare) and not ended(name))
+        name, bare = location.name, {re.sub(r"[-_.=]?#", "", _masked(one)) for one in listed}
+        is_called_so = name in listed or ((COPY.search(name) is not None or name in bare) and not ended(name))
+        return is_called_so and location.is_below(self.directory.path)
 
     def with_later(self, later: Location) -> RunDirectory:
         """Return the run with what lies at a location as the one to open, behind the newest that names tell."""
@@ -428,7 +431,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     names: `G_100.pth D_100.pth`."""
     all_names = _below_parts(directory)
     files: dict[Place, list[str]] = {}
-    data = [n for n in all_names if _BESIDE.fullmatch(n) or any(_DATA.fullmatch(basename(m)) for m in (n, *_ended(n)))]
+    data = [n for n in all_names if _BESIDE.fullmatch(n) or any(_is_data(directory, m) for m in (n, *_ended(n)))]
     # What an interrupted save left beside the file that it was of is none of the step's.
     names = {*data}
     left = {name: of for name in data if (of := _ended(name) & names)}
@@ -469,6 +472,14 @@ def _of_file(
 ) -> RunCheckpoint:
     path, kind = directory.at(name), "safetensors" if ".safetensors" in name else "torch"
     return RunCheckpoint(name, path, step, directory.size(name), None, kind, why_not, (), order, pointed)
+
+
+def _is_data(directory: Directory, name: str) -> bool:
+    if _DATA.fullmatch(basename(name)) is not None:
+        return True
+    at = directory.at(name)
+    is_numbered = _NUMBERED.fullmatch(name) is not None and at.store.is_local and at.is_file()
+    return is_numbered and any(row.recognise(at) for row in formats.BINARY)
 
 
 def _ended(name: str) -> set[str]:

@@ -277,6 +277,15 @@ def statistics_of_observations(run: Path) -> Expected:
     return Expected(count(actor), 100, "model_state_dict 508, its AdamW, other: `obs_norm_state_dict`")
 
 
+@script
+def a_counter_around_a_model(run: Path) -> Expected:
+    """The step inside `model.pt` was of the model, and there was none."""
+    model = net()
+    save({"model": model.state_dict(), "step": 5}, run / "model.pt")
+    save(torch.randn(4), run / "noise.pt")
+    return Expected(count(model), 5, "model 508, other: `noise`, step 5")
+
+
 def tensors_below(path: Path) -> Counter[str]:
     """The tensors of files, as the libraries read them that wrote them."""
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
@@ -340,7 +349,8 @@ def test_the_step_of_a_state_that_is_an_object(kind: Any, tmp_path: Path) -> Non
 
 
 def test_layers_that_are_folders(tmp_path: Path) -> None:
-    """Of nanotron, `decoder/0` and `decoder/1` were checkpoints of a run inside; below another name they may be."""
+    """Of nanotron, `decoder/0`, `decoder/1` and `final_layer_norm` were checkpoints of a run inside; below another name
+    they may be."""
     for step in (50, 100):
         for layer in range(2):
             (folder := tmp_path / "run" / str(step) / "model" / "decoder" / str(layer) / "norm").mkdir(parents=True)
@@ -348,7 +358,7 @@ def test_layers_that_are_folders(tmp_path: Path) -> None:
         save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder.parents[3] / "optimizer" / "o.pt")
         dump({"metas": {"last_train_step": step}}, folder.parents[3] / "checkpoint_metadata.json")
     found = ckpttool.inspect(tmp_path / "run")
-    assert (summarise(found).headline.parameters, summarise(found).headline.step) == (16, 100)
+    assert (summarise(found).headline.parameters, summarise(found).headline.step) == (24, 100)
     with ckpttool.open(tmp_path / "run") as checkpoint:
         shown = Counter(reading.digest(one.torch()) for one in checkpoint.tensors())
     assert shown == tensors_below(tmp_path / "run" / "100")
@@ -384,3 +394,26 @@ def test_a_folder_of_steps_beside_a_run(tmp_path: Path) -> None:
     (run / "diffusion" / "model_1000.pt").rename(run / "diffusion" / "model_800.pt")
     with pytest.raises(ReadError, match=r"`diffusion/` may hold .*: it has 2 checkpoints, none of step 1000"):
         ckpttool.convert(run, tmp_path / "one.pt")
+
+
+@pytest.mark.parametrize("mark", ["DONE_{}", "{}/_SUCCESS", "{}/.complete", "{}/COMMITTED"])
+def test_an_empty_file_that_says_that_a_save_ended(mark: str, tmp_path: Path) -> None:
+    """No step of such a run was complete, as a file in each was empty."""
+    model = net()
+    for step in (100, 200):
+        name = f"{step}/model.pt" if "/" in mark else f"model_{step}.pt"
+        save({"model": model.state_dict(), "optimizer": trained(model), "step": step}, tmp_path / name)
+        (tmp_path / mark.format(step)).touch()
+    assert summarise(ckpttool.inspect(tmp_path)).headline.step == 200
+
+
+def test_steps_behind_a_dot(tmp_path: Path) -> None:
+    """ESPnet's and Chainer's `snapshot.ep.1` and `snapshot.ep.2` were two models of one checkpoint."""
+    model = net()
+    for epoch in (1, 2):
+        state = {key: one + epoch / 1e3 for key, one in model.state_dict().items()}
+        save({"trainer": {"iteration": 100 * epoch, "epoch": epoch}, "model": state}, tmp_path / f"snapshot.ep.{epoch}")
+        (tmp_path / f"train.log.{epoch}").write_text("a line\n")
+    found = ckpttool.inspect(tmp_path)
+    assert [one["name"] for one in found.facts["run"] if one["taken"]] == ["snapshot.ep.2"]
+    assert len(found.facts["run"]) == 2
