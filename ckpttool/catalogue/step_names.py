@@ -203,8 +203,11 @@ def pattern_of(names: Sequence[str], others: Iterable[str]) -> str | None:
     numbers = sorted({number for name in names for number in _NUMBER.findall(name)}, key=len, reverse=True)
     begin, end = commonprefix(names), commonprefix([name[::-1] for name in names])[::-1]
     candidates = [f"{_escaped(begin)}*{_escaped(end)}"]
+    depths = {name.count("/") for name in names}
+    above = "*/" * depths.pop() if len(depths) == 1 else ""  # of files in folders: `models/100.pth states/100.state`
     for number in (n for n in numbers if all(n in name for name in names)):
-        candidates += [f"*{number}*{_escaped(end)}", f"*{number}*", f"{number}*", f"*[!0-9]{number}[!0-9]*"]
+        inside = (f"*{number}*{_escaped(end)}", f"*{number}*", f"{number}*", f"*[!0-9]{number}[!0-9]*")
+        candidates += [f"{above}{one}" for one in inside]
     rest = [*others]
     for candidate in candidates:
         matches = re.compile(_as_regex(candidate)).fullmatch

@@ -9,6 +9,7 @@ import copy
 import json
 import pickle
 import random
+import shutil
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -355,6 +356,8 @@ def test_layers_that_are_folders(tmp_path: Path) -> None:
         for layer in range(2):
             (folder := tmp_path / "run" / str(step) / "model" / "decoder" / str(layer) / "norm").mkdir(parents=True)
             save_file({"data": torch.rand(8)}, folder / "model_weight.safetensors")
+        (last := folder.parents[2] / "final_layer_norm").mkdir()
+        save_file({"data": torch.rand(8)}, last / "model_weight.safetensors")
         save({"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}, folder.parents[3] / "optimizer" / "o.pt")
         dump({"metas": {"last_train_step": step}}, folder.parents[3] / "checkpoint_metadata.json")
     found = ckpttool.inspect(tmp_path / "run")
@@ -363,6 +366,7 @@ def test_layers_that_are_folders(tmp_path: Path) -> None:
         shown = Counter(reading.digest(one.torch()) for one in checkpoint.tensors())
     assert shown == tensors_below(tmp_path / "run" / "100")
     (tmp_path / "run" / "100").rename(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "model" / "final_layer_norm")
     with pytest.raises(ReadError, match=r"found 2 inside: `model/decoder/1`"):
         ckpttool.inspect(tmp_path / "other")
 
@@ -417,3 +421,14 @@ def test_steps_behind_a_dot(tmp_path: Path) -> None:
     found = ckpttool.inspect(tmp_path)
     assert [one["name"] for one in found.facts["run"] if one["taken"]] == ["snapshot.ep.2"]
     assert len(found.facts["run"]) == 2
+
+
+def test_each_step_of_files_in_folders_has_a_pattern(tmp_path: Path) -> None:
+    """BasicSR: `--steps all` was refused, as the pattern of a step matched nothing."""
+    model = net()
+    for step in (100, 200):
+        save({"params": model.state_dict()}, tmp_path / "models" / f"net_g_{step}.pth")
+        save({"iter": step, "optimizers": [trained(model)]}, tmp_path / "training_states" / f"{step}.state")
+    (tmp_path / "models" / "net_g_latest.pth").write_bytes((tmp_path / "models" / "net_g_200.pth").read_bytes())
+    for one in ckpttool.inspect(tmp_path).facts["run"]:
+        assert summarise(ckpttool.inspect(one["path"])).headline.step == one["step"]
