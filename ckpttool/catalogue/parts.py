@@ -168,9 +168,10 @@ class _Division:
 
     def _add_beside(self, node: KeyNode, kind: str, path: Path) -> None:
         """Add what the module was made from, which lies beside a state dict, and the counters around it or around an
-        optimizer."""
+        optimizer, but for how often an average was updated."""
         for key, child in node.children.items():
-            is_value = not child.children and not (kind == "model" and isinstance(child.entry, Tensor))
+            is_own = kind == "model" and (isinstance(child.entry, Tensor) or key in ("updates", "num_updates"))
+            is_value = not child.children and not is_own
             if is_value and kind_of_key(key) == "progress":
                 self.parts.append((child, Part("progress", (*path, key))))
             elif kind == "model" and _is_settings(child):
