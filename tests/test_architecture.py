@@ -274,7 +274,6 @@ def test_one_package_speaks_to_object_stores() -> None:
 # Commands that start programs of their own and exchange files with them, and modules that ask the system what it has.
 WITH_OWN_FILES = (
     "reports.terminal",
-    "resume.arguments",
     "resume.checkpoints",
     "fleet.commands",
     "fleet.guard",
@@ -286,6 +285,7 @@ WITH_OWN_FILES = (
     "resume.observe",
     "fleet.run_patterns",
     "fleet.process",
+    "fleet.route",
     "analysis.audit.recipe",
     "resume.runs",
     "analysis.script",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from ckpttool.analysis.result import Result
 from ckpttool.errors import DIFFERS, DONE
+from ckpttool.fleet.route import Leg
 
 TrialVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed"]
 RunVerdict = Literal["same", "differs", "nondeterministic", "unproven", "failed", "planned"]
@@ -69,16 +70,6 @@ class Run:
     steps: list[Step] = field(default_factory=list)  #: its steps
     steps_per_second: float | None = None  #: speed
     memory: list[dict[str, int]] = field(default_factory=list)  #: bytes on each rank, actual and expected
-    seconds: float = 0.0  #: duration
-
-
-@dataclass(slots=True)
-class Leg:
-    """One stage of a checkpoint's route: `Leg("convert --to safetensors", ".../1-safetensors", "safetensors")`."""
-
-    message: str  #: what was done, for people
-    path: str  #: checkpoint that was written
-    format: str  #: its format
     seconds: float = 0.0  #: duration
 
 

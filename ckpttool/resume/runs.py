@@ -19,12 +19,13 @@ from ckpttool.analysis.logged import from_files
 from ckpttool.analysis.losses import Output
 from ckpttool.analysis.script import Script
 from ckpttool.errors import UsageError
+from ckpttool.fleet import route
 from ckpttool.fleet.commands import Commands, checked_pattern, parse
 from ckpttool.fleet.process import last_lines
 from ckpttool.fleet.ways import Way, find, linked, output
 from ckpttool.layout.mesh import world_mesh
 from ckpttool.producers.open import opened
-from ckpttool.resume import arguments, beside, compare, controls, window
+from ckpttool.resume import beside, compare, controls, window
 from ckpttool.resume.elastic import Elastic
 from ckpttool.resume.explain import Explanation
 from ckpttool.resume.results import Cost, FailedCommand, RunReport, ScriptRun
@@ -294,7 +295,7 @@ def _compare(starts: Starts, reference: ScriptRun, b: ScriptRun) -> compare.Firs
 
 def _check_route(commands: Commands, via: str, world: int | None, to_world: int | None) -> None:
     """Raise UsageError where the command cannot resume from another checkpoint, or on another number of ranks."""
-    arguments.parse_route(via, world_mesh(to_world or world or 1), other_mesh=False)
+    route.parse_route(via, world_mesh(to_world or world or 1), other_mesh=False)
     commands.check_world(None if via or world == 1 else world, to_world)
     if (via or to_world is not None) and not commands.uses("checkpoint", resuming=True):
         hint = "`--resume-with '... --resume {checkpoint}'`"
@@ -307,8 +308,8 @@ def _converted(starts: Starts, saved: str, via: str, to_world: int | None) -> st
     mesh = world_mesh(to_world or starts.world or 1)
     with opened(saved) as source:
         is_dcp = source.catalogue.format == "dcp"
-    stages = arguments.parse_route(via, mesh, other_mesh=to_world is not None and (is_dcp or bool(via)))
-    report.route = arguments.follow(stages, saved, os.path.join(starts.folder, "route"), starts.tell)
+    stages = route.parse_route(via, mesh, other_mesh=to_world is not None and (is_dcp or bool(via)))
+    report.route = route.follow(stages, saved, os.path.join(starts.folder, "route"), starts.tell)
     if not report.route:
         return saved
     row, findings = compare.compare_converted(saved, report.route[-1].path)

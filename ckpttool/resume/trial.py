@@ -16,12 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpttool.analysis.audit.recipe import load_recipe
+from ckpttool.analysis.audit.recipe import Recipe, load_recipe, recipe_mesh
 from ckpttool.errors import BUG, UsageError, require
-from ckpttool.layout.mesh import Mesh
-from ckpttool.resume import arguments, checks, compare, states
+from ckpttool.fleet import route
+from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
+from ckpttool.resume import checks, compare, states
 from ckpttool.resume.job import BUILT, END, RESUMED, Job, Seen, read_seen
-from ckpttool.resume.launch import Ended, Launcher
+from ckpttool.resume.launch import Ended, Launcher, torchrun_world
 from ckpttool.resume.results import RankCheck, Run, RunDifference, Step, TrialReport
 from ckpttool.resume.states import RunState
 from ckpttool.resume.steps import TITLES, compare_steps, of_ranks, unrepeated
@@ -91,7 +92,7 @@ def trial(
     *,
     world: int | None = None,
     mesh: str | None = None,
-    via: str | Sequence[arguments.Step] = (),
+    via: str | Sequence[route.Step] = (),
     to_world: int | None = None,
     to_mesh: str | None = None,
     steps: int = 4,
@@ -117,9 +118,9 @@ def trial(
         hint = "`--world` or `--mesh` sets the mesh on which all of them are resumed"
         raise UsageError("`--via`, `--to-world` and `--to-mesh` cannot be used with checkpoints", hint=hint)
     loaded = load_recipe(recipe)
-    own, onto = arguments.parse_meshes(loaded, world, mesh, to_world, to_mesh)
-    stages = arguments.parse_route(via, onto, other_mesh=own.size != onto.size)
-    device = arguments.parse_device(device, max(own.world, onto.world))
+    own, onto = _parse_meshes(loaded, world, mesh, to_world, to_mesh)
+    stages = route.parse_route(via, onto, other_mesh=own.size != onto.size)
+    device = _parse_device(device, max(own.world, onto.world))
     paths = [os.path.abspath(path) for path in checkpoints]
     rule = "checkpoints" if checkpoints else "bitwise" if own.size == onto.size else "control"
     report = TrialReport(recipe=loaded.path, rule=rule, rule_message=_RULES[rule], device=device, steps_after=more)
@@ -144,6 +145,48 @@ def trial(
     return report
 
 
+def _parse_meshes(
+    recipe: Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
+) -> tuple[Mesh, Mesh]:
+    """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
+    started = torchrun_world()
+    for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
+        if ranks is not None and sizes is not None:
+            hint = f"pass `--{flag}mesh`, whose sizes give the number of ranks"
+            raise UsageError(f"`--{flag}world` and `--{flag}mesh` exclude each other", hint=hint)
+        asked, option = (ranks, "world") if sizes is None else (parse_mesh(sizes, f"--{flag}mesh").world, "mesh")
+        if started is not None and asked not in (None, started):
+            raise UsageError(
+                f"`--{flag}{option}` asks for {asked} ranks, and torchrun started {started}",
+                hint="run it without torchrun: the trial starts as many processes as it needs",
+            )
+    own = _mesh(recipe, mesh, world if world is not None else started or 2)
+    return own, own if to_world is None and to_mesh is None else _mesh(recipe, to_mesh, to_world or 0)
+
+
+def _mesh(recipe: Recipe, mesh: str | None, world: int) -> Mesh:
+    return recipe_mesh(recipe, world_mesh(world).world) if mesh is None else parse_mesh(mesh)
+
+
+def _parse_device(device: str | None, world: int) -> str:
+    """Return the kind of device, by default the GPU if there is one. Raises UsageError for an unknown kind, or if this
+    node has fewer devices than ranks."""
+    from ckpttool.training import devices
+
+    default = devices.kind()
+    known = tuple(dict.fromkeys(("cpu", "cuda", default)))
+    if device is not None and device not in known:
+        raise UsageError(f"`--device {device}` is unknown", hint=" or ".join(f"`{one}`" for one in known))
+    device = device or default
+    if torchrun_world() is not None:
+        world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if device != "cpu" and devices.count(device) < world:
+        has = devices.count(device)
+        message = f"{plural(world, 'rank')} need one GPU each, and this node has {has}"
+        raise UsageError(message, hint="`--device cpu` runs them on the CPU", found=has, expected=world)
+    return device
+
+
 def _collected(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
     """Return a run as the report has it, from what its ranks saw step by step."""
     run = Run(name, str(job.mesh), len(seen), job.load, seconds=seconds)
@@ -165,15 +208,13 @@ def _collected(name: str, job: Job, seen: list[Seen], seconds: float) -> Run:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _over_a_save(
-    trial: _Trial, onto: Mesh, stages: Sequence[arguments.Stage], steps: int, why_no_gradients: str
-) -> None:
+def _over_a_save(trial: _Trial, onto: Mesh, stages: Sequence[route.Stage], steps: int, why_no_gradients: str) -> None:
     report, saved, other_mesh = trial.report, trial.path("saved"), trial.report.rule == "control"
     native = trial.path("native") if other_mesh else None
     what = f"trains {plural(steps, 'step')}, saves, trains {trial.base.after} more"
     job = {"before": steps, "keep_gradients": not why_no_gradients}
     trial.run("A", what, save=saved, save_natively=native, **job)
-    report.route = trial.launcher.from_first(lambda: arguments.follow(stages, saved, trial.path("route"), trial.tell))
+    report.route = trial.launcher.from_first(lambda: route.follow(stages, saved, trial.path("route"), trial.tell))
     source = report.route[-1].path if report.route else saved
     trial.run("B", f"resumes from `{os.path.basename(source)}` and trains", mesh=onto, load=source)
     if other_mesh:

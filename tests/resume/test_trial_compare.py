@@ -19,8 +19,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpttool.catalogue.identity import same
 from ckpttool.errors import UsageError
+from ckpttool.fleet import route
 from ckpttool.layout.mesh import parse_mesh
-from ckpttool.resume import arguments, checks, compare
+from ckpttool.resume import checks, compare
 from ckpttool.resume.compare import judge
 from ckpttool.resume.job import Seen
 from ckpttool.resume.results import Compared, RankCheck, Run, RunDifference, Step, TrialReport
@@ -264,13 +265,13 @@ def test_shapes_of_shards_are_torchs(shape: tuple[int, ...], placements: list[An
     ],
 )  # fmt: skip
 def test_routes(via: str, onto: str, other: bool, says: list[str]) -> None:
-    assert [stage.message for stage in arguments.parse_route(via, parse_mesh(onto), other_mesh=other)] == says
+    assert [stage.message for stage in route.parse_route(via, parse_mesh(onto), other_mesh=other)] == says
 
 
 @pytest.mark.parametrize("via", ["zip", "dcp:4", "reshard", "reshard:shard=0"])
 def test_stages_that_are_none(via: str) -> None:
     with pytest.raises(UsageError):
-        arguments.parse_route(via, parse_mesh("shard=2"), other_mesh=False)
+        route.parse_route(via, parse_mesh("shard=2"), other_mesh=False)
 
 
 def test_the_report_is_json() -> None:

@@ -1,4 +1,4 @@
-"""Options that are checked before anything runs: meshes, device, and the route of the checkpoint."""
+"""The route of a checkpoint: the conversions and reshards, one after the other, before a run resumes from the last."""
 
 from __future__ import annotations
 
@@ -9,62 +9,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpttool import formats
-from ckpttool.analysis.audit.recipe import Recipe, recipe_mesh
 from ckpttool.errors import UsageError
 from ckpttool.layout.mesh import Mesh, parse_mesh, world_mesh
 from ckpttool.operations.convert import convert
 from ckpttool.operations.reshard import reshard
-from ckpttool.resume.launch import torchrun_world
-from ckpttool.resume.results import Leg
-from ckpttool.text import meant, plural
-
-
-def parse_meshes(
-    recipe: Recipe, world: int | None, mesh: str | None, to_world: int | None, to_mesh: str | None
-) -> tuple[Mesh, Mesh]:
-    """Return the meshes of A and of the runs that resume. Raises UsageError for what cannot be run."""
-    started = torchrun_world()
-    for flag, ranks, sizes in (("", world, mesh), ("to-", to_world, to_mesh)):
-        if ranks is not None and sizes is not None:
-            hint = f"pass `--{flag}mesh`, whose sizes give the number of ranks"
-            raise UsageError(f"`--{flag}world` and `--{flag}mesh` exclude each other", hint=hint)
-        asked, option = (ranks, "world") if sizes is None else (parse_mesh(sizes, f"--{flag}mesh").world, "mesh")
-        if started is not None and asked not in (None, started):
-            raise UsageError(
-                f"`--{flag}{option}` asks for {asked} ranks, and torchrun started {started}",
-                hint="run it without torchrun: the trial starts as many processes as it needs",
-            )
-    own = _mesh(recipe, mesh, world if world is not None else started or 2)
-    return own, own if to_world is None and to_mesh is None else _mesh(recipe, to_mesh, to_world or 0)
-
-
-def _mesh(recipe: Recipe, mesh: str | None, world: int) -> Mesh:
-    return recipe_mesh(recipe, world_mesh(world).world) if mesh is None else parse_mesh(mesh)
-
-
-def parse_device(device: str | None, world: int) -> str:
-    """Return the kind of device, by default the GPU if there is one. Raises UsageError for an unknown kind, or if this
-    node has fewer devices than ranks."""
-    from ckpttool.training import devices
-
-    default = devices.kind()
-    known = tuple(dict.fromkeys(("cpu", "cuda", default)))
-    if device is not None and device not in known:
-        raise UsageError(f"`--device {device}` is unknown", hint=" or ".join(f"`{one}`" for one in known))
-    device = device or default
-    if torchrun_world() is not None:
-        world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if device != "cpu" and devices.count(device) < world:
-        has = devices.count(device)
-        message = f"{plural(world, 'rank')} need one GPU each, and this node has {has}"
-        raise UsageError(message, hint="`--device cpu` runs them on the CPU", found=has, expected=world)
-    return device
-
-
-# Route ----------------------------------------------------------------------------------------------------------------
+from ckpttool.text import meant
 
 Step = str | Callable[[str, str], None]
 """A stage as it is typed, or a function that makes a checkpoint of another: `f(source, destination)`."""
+
+
+@dataclass(slots=True)
+class Leg:
+    """One stage of a checkpoint's route: `Leg("convert --to safetensors", ".../1-safetensors", "safetensors")`."""
+
+    message: str  #: what was done, for people
+    path: str  #: checkpoint that was written
+    format: str  #: its format
+    seconds: float = 0.0  #: duration
 
 
 @dataclass(frozen=True, slots=True)
