@@ -206,16 +206,15 @@ def restore(state: Any, generators: Mapping[str, torch.Generator]) -> list[str]:
                 keys = np.asarray(saved["keys"]).astype(np.uint32)
                 saved = saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]
             np.random.set_state(tuple(saved))
-        elif name == "torch":
-            torch.set_rng_state(_bytes(saved))
         elif name == devices.kind():
             module = torch.get_device_module(name)
             of_devices = enumerate(saved) if isinstance(saved, list) else [(module.current_device(), saved)]
-            for number, own in of_devices:
+            for number, words in of_devices:
                 if number < module.device_count():
-                    module.set_rng_state(_bytes(own), number)
+                    module.set_rng_state(_bytes(words), number)
         else:
-            generators[name.removeprefix("generator_")].set_state(_bytes(saved))
+            own = torch.default_generator if name == "torch" else generators[name.removeprefix("generator_")]
+            own.set_state(_bytes(saved))
     return missing
 
 
@@ -223,17 +222,14 @@ def begin(names: Sequence[str], generators: Mapping[str, torch.Generator], mesh:
     """Seed generators of a rank of which no state was saved, alike in all runs: what it has drawn before is in no
     state, and has to show."""
     value = _SEED_OF_NEW + 1 + replica(mesh)
+    seeds: dict[str, Any] = {
+        "python": random.seed,
+        "numpy": np.random.seed,
+        "torch": torch.default_generator.manual_seed,
+    }
+    seeds |= {f"generator_{name}": one.manual_seed for name, one in generators.items()}
     for name in names:
-        if name == "python":
-            random.seed(value)
-        elif name == "numpy":
-            np.random.seed(value)
-        elif name == "torch":
-            torch.default_generator.manual_seed(value)
-        elif name == devices.kind():
-            torch.get_device_module(name).manual_seed_all(value)
-        else:
-            generators[name.removeprefix("generator_")].manual_seed(value)
+        (seeds.get(name) or torch.get_device_module(name).manual_seed_all)(value)
 
 
 def _bytes(state: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ opens a file in it for writing, replaces or removes one. This module needs the s
 """
 
 import functools
+import glob
 import json
 import os
 import shutil
@@ -191,11 +192,7 @@ def _detach(path: str, *, is_truncated: bool) -> None:
 
 def snapshots(folder: str) -> list[str]:
     """Return the paths of the snapshots in the folder of a keeper, oldest first."""
-    try:
-        names = os.listdir(os.path.join(folder, "snapshots"))
-    except OSError:
-        return []
-    return [os.path.join(folder, "snapshots", name) for name in sorted(names) if name.endswith(".json")]
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "snapshots", "*.json")))
 
 
 def moment(snapshot: str, key: str = "step") -> Any:

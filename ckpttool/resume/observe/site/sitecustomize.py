@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -19,12 +19,9 @@ _keeper: Any = None
 
 
 def _failed(what: str, error: BaseException) -> None:
-    try:
+    with suppress(OSError):
         text = f"{what}: {type(error).__name__}: {error}".replace("\n", " ").strip()
-        with open(os.path.join(_SETTINGS["folder"], f"hook.{os.getpid()}.jsonl"), "a", encoding="utf-8") as stream:
-            stream.write(json.dumps({"failed": text}) + "\n")
-    except OSError:
-        pass
+        _load("state").write(_SETTINGS["folder"], {"failed": text})
 
 
 def _load(name: str) -> Any:
