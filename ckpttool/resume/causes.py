@@ -30,6 +30,9 @@ OF_DATA = ": the data, or what the script makes of them, was not restored"
 OTHER_MODULE = "module not restored"
 """The kind of difference of weights that no optimizer trains."""
 
+OTHER_DTYPE = "another dtype"
+"""The kind of difference of moments that have the values that they had, in a larger dtype."""
+
 
 @dataclass
 class Causes:
@@ -65,6 +68,14 @@ class Causes:
         was, now = (one.digests(name)[: self.world] for one in (self.before, self.after))
         unseen = any("unseen" in one.get(name, {}) for one in (*self.before.tensors, *self.after.tensors))
         return was == now or unseen
+
+    def _is_widened(self, name: str) -> bool:
+        """Return whether a tensor has the values that it had in a smaller dtype, as torch loads those of an optimizer
+        in that of its parameter."""
+        if name not in self.after.kinds or self.after.kind(name) == self.before.kind(name):
+            return False
+        was = self.before.digests(name)[: self.world]
+        return None not in was and was == self.after.digests(name, self.before.kind(name).split()[0])[: self.world]
 
     def _ranks(self, names: Collection[str]) -> list[int]:
         """Return the ranks on which tensors differ."""
@@ -145,13 +156,13 @@ class Causes:
         before, after = self.before, self.after
         if name not in after.kinds:
             return ""
-        if before.kind(name) != after.kind(name):
-            return f"{after.kind(name)} and not {before.kind(name)}"
         ranks = self._ranks([name])
         if self.start is not None and _at(self.start.digests(name), ranks) == _at(after.digests(name), ranks):
             return "they are as they were built"
         if after.is_zero(name, ranks):
             return f"they are zero {self.when}"
+        if before.kind(name) != after.kind(name):
+            return f"{after.kind(name)} and not {before.kind(name)}"
         for dtype in ("bfloat16", "float16"):
             now = _at(after.digests(name, dtype), ranks) if after.is_exact(name, dtype) else []
             if any(now) and _at((self.again or before).digests(name, dtype), ranks) == now:
@@ -244,7 +255,8 @@ class Causes:
             taken = f"they are those of {some(origins)}" if origins else instead or f"they differ {self.when}"
             on = self._on(self._ranks(own))
             message = f"the moments of {which} were not restored{on} ({', '.join(leaves)}): {taken}"
-            yield self._finding("moments not restored", message, own)
+            kind = OTHER_DTYPE if all(map(self._is_widened, own)) else "moments not restored"
+            yield self._finding(kind, message, own)
 
     def _parameters_of(self, names: list[str]) -> list[str]:
         """Return the parameters whose moments these are; none if one has values of its own."""

@@ -17,7 +17,7 @@ from ckpttool.catalogue import identity
 from ckpttool.catalogue.shown import shown
 from ckpttool.errors import CkptError
 from ckpttool.resume import compare, states, window
-from ckpttool.resume.causes import ANOTHER, OF_DATA, OTHER_MODULE, Causes
+from ckpttool.resume.causes import ANOTHER, OF_DATA, OTHER_DTYPE, OTHER_MODULE, Causes
 from ckpttool.resume.observe.site.state import sha
 from ckpttool.resume.results import RunDifference, ScriptRun
 from ckpttool.resume.starts import Starts, counters
@@ -62,7 +62,9 @@ class Explanation:
                 is_another = any(one.found == ANOTHER for one in found)
                 values = self._generators({one for names, _ in lost for one in names}) if is_another else []
                 values += [text for _, text in self._first_lost(lost)]
-                values = values or (self._of_variables()[0] if is_another or lost else [])
+                if not values and (is_another or lost):
+                    values, is_sure = self._of_variables()
+                    values = [f"of these, some may follow: {', '.join(values)}"] if values and not is_sure else values
                 more = [f" ({', '.join(values)})"] if values else []
                 # Of what a script keeps its batches may come, too.
                 differed = [one.removesuffix(OF_DATA) if more else one for one in differed]
@@ -161,13 +163,14 @@ class Explanation:
 
     def _follows(self, finding: RunDifference) -> bool:
         """Return whether a script has set a hyper-parameter, or weights, before its step began, both times to other
-        values than the saved ones: as a learning rate that follows from a count, and a first pass."""
+        values than the saved ones: as a learning rate that follows from a count, and a first pass. Of values that have
+        another dtype, all that is known may follow."""
         name, (after, before) = finding.name or "", (self.hooked["B"].states.get(1), self.after_save("A"))
         if finding.kind == "hyper-parameter":
             saved = self._objects.get(name.partition(".")[2])
             return saved is not None and not any(identity.same(saved, one) for one in (finding.expected, finding.found))
         if finding.kind != "weights not restored" or after is None or before is None:
-            return False
+            return finding.kind == OTHER_DTYPE
         # Of a shard, no checkpoint has the digest.
         moments = [one for one, kind in after.kinds.items() if kind.startswith("group") and not is_counter(one)]
         is_whole = any(_before_forward(after, one) & self.digests for one in moments if not after.is_zero(one))
@@ -180,8 +183,11 @@ class Explanation:
         run that it is compared with."""
         before, after = self.after_save("A"), self.hooked["B"].states.get(1)
         if before is not None and after is not None:
-            differing = Causes(before, after, self.at + 1).differing
-            self.report.not_loaded = self._not_loaded(before, after, differing)
+            causes = Causes(before, after, self.at + 1, self.hooked["A"].states.get(1))
+            named = [(one.name or "", one.expected) for one in causes if one.kind == "hyper-parameter"]
+            lost = [one for one, was in named if identity.same(self._objects.get(one.partition(".")[2]), was)]
+            differing = causes.differing
+            self.report.not_loaded = [*self._not_loaded(before, after, differing), *lost]
             self.report.begun_anew = self._begun_anew()
             self.report.unshown += self._of_no_checkpoint(before, after, differing)
         elif len(self.hooked["A"].steps) > 1:  # of one rank, all that matters comes into its checkpoints
@@ -290,7 +296,7 @@ class Explanation:
         names = sorted(before.unseen | after.unseen)
         but = f" ({some(names)} could not be seen)" if names else ""
         known = start, again, others.values() if of_a else (), lambda: self.digests
-        found = [*Causes(before, after, self.at + 1, *known)]
+        found, restored = [*Causes(before, after, self.at + 1, *known)], list[RunDifference]()
         for one in found:
             # What is saved before a scheduler steps, or while training goes on, is not what the next step begins with.
             name, is_value = one.name or "", one.part in ("optimizer", "scheduler") and one.found is not None
@@ -299,6 +305,10 @@ class Explanation:
             if is_of_save or (is_value and identity.same(self._objects.get(name.partition(".")[2]), one.found)):
                 one.message = one.message.replace("was not restored", "is as it was saved", 1)
                 one.message = one.message.replace("were not restored", "are as they were saved", 1)
+                restored.append(one)
+        # What a script makes of weights that were restored follows from the state of its optimizer that was not.
+        if any(one.part == "optimizer" and one not in restored for one in found):
+            found = [one for one in found if one.part != "model" or one not in restored]
         return f"all that the hook saw of run {b.name} {when} is as in run {name}{but}", found
 
     def after_save(self, name: str) -> RunState | None:
@@ -339,10 +349,17 @@ class Explanation:
         observed = [one for one in self.report.findings if one.kind.startswith(("next batch", "learning rate"))]
         later = [one for one in observed if one.step is not None and one.step > self.starts.taken(self.at) + 1]
         for finding in later[:1]:
-            before = {event for event, step in self.hooked["A"].events if step + 1 == finding.step}
+            happened = self.hooked["A"].events
+            before = {event for event, step in happened if step + 1 == finding.step}
+            before -= {
+                event for event, step in happened if self.starts.taken(self.at) <= step < (finding.step or 0) - 1
+            }
             after = "".join(f", after {text}" for event, text in window.EVENTS.items() if event in before)
+            anew = f" (reinitialised: {some(names)})" if (names := self._begun_anew()) else ""
             what = "the data" if finding.kind.startswith("next batch") else "the learning rate"
-            return f"{what} differed from step {finding.step} on{after}, and was that of run A in the steps before"
+            return (
+                f"{what} differed from step {finding.step} on{after}, and was that of run A in the steps before{anew}"
+            )
         return None
 
     # The checkpoint of the resume -------------------------------------------------------------------------------------
@@ -535,7 +552,8 @@ def _before_forward(state: RunState, name: str) -> set[str]:
 
 def _digests(state: RunState) -> set[str | None]:
     """Return the digests of what modules and optimizers had."""
-    return {record.get("sha256") for one in (*state.tensors, *state.buffers) for record in one.values()}
+    records = [record for one in (*state.tensors, *state.buffers) for record in one.values()]
+    return {each for one in records for each in (one.get("sha256"), *one.get("rounded", {}).values())}
 
 
 def _text(saved: SavedState, name: str) -> Any:

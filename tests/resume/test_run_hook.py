@@ -17,7 +17,7 @@ import torch
 
 from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site import keep
-from ckpttool.resume.observe.site.state import joined
+from ckpttool.resume.observe.site.state import digest, joined
 from ckpttool.resume.observe.site.variables import Variables
 from ckpttool.resume.steps import changed_by_saves
 
@@ -310,6 +310,11 @@ def test_what_a_script_keeps_is_looked_at_without_a_call_of_it(monkeypatch: pyte
             calls.append("dict")
             raise RuntimeError("there is no request")
 
+    class Share(float):
+        def __repr__(self) -> str:
+            calls.append("repr")
+            raise RuntimeError("it has no text")
+
     class Counters:
         __slots__ = ("best", "step")
 
@@ -320,17 +325,29 @@ def test_what_a_script_keeps_is_looked_at_without_a_call_of_it(monkeypatch: pyte
     loop.append(loop)
     gone = weakref.proxy(Source())
     kept = {"order": Shuffled([3, 1]), "all": [Shuffled([2])], "lazy": Lazy(seen=4), "sources": [Source()]}
-    kept |= {"proxy": Proxy(), "proxies": [Proxy()], "counters": Counters()}
+    kept |= {"proxy": Proxy(), "proxies": [Proxy()], "counters": Counters(), "share": Share(0.5)}
     monkeypatch.setattr(sys.modules["__main__"], "kept", {"gone": gone, "loop": loop, **kept}, raising=False)
     found = Variables(torch, ()).find((), {}, ())["variables"]
-    assert {name: found[f"kept.{name}"] for name in ("order", "all", "lazy.seen", "sources", "counters.step")} == {
+    names = ("order", "all", "lazy.seen", "sources", "counters.step", "share")
+    assert {name: found[f"kept.{name}"] for name in names} == {
         "order": [3, 1],
         "all": [[2]],
         "lazy.seen": 4,
         "sources": ["Source"],
         "counters.step": 7,
+        "share": 0.5,
     }
     assert calls == []
+
+
+def test_sparse_tensors_have_digests() -> None:
+    places, values = torch.tensor([[0, 1], [1, 2]]), torch.tensor([1.0, 2.0])
+    coo = torch.sparse_coo_tensor(places, values, (3, 3)).coalesce()
+    other = torch.sparse_coo_tensor(places.flip(1), values, (3, 3)).coalesce()
+    for was, now in ((coo, other), (coo.to_sparse_csr(), other.to_sparse_csr())):
+        records = [digest(torch, one, rounded=False) for one in (was, was.clone(), now)]
+        assert "unseen" not in records[0], records[0]
+        assert records[0] == records[1] and records[0]["sha256"] != records[2]["sha256"]
 
 
 def test_many_small_tensors_are_looked_at_as_few() -> None:

@@ -320,6 +320,37 @@ MORE: tuple[tuple[str, str, str, str, Any], ...] = (
                 ),
             ),
             (
+                "closure",
+                "a step that is given its forward pass, and an average",
+                (
+                    ("average beside a closure", "the average begins at the weights", r"average"),
+                    ("moments", "moments zeroed", r"moments of the optimizer.*zero"),
+                    ("one batch on", "one batch skipped", r"\bdata\b|batch"),
+                ),
+            ),
+            (
+                "quantized",
+                "moments in codes of 8 bits, which torch loads as 32",
+                (
+                    ("codes", "the codes zeroed", r"\(codes\): they are zero"),
+                    ("scales", "the scales doubled", r"\(scale\)"),
+                    ("steps in Python", "the count of steps reset", r"`optimizer\._steps`|steps"),
+                ),
+            ),
+            (
+                "layouts",
+                "a parameter and a buffer of a sparse layout",
+                (
+                    ("links", "a sparse parameter doubled", r"model\.links|Graph\.links"),
+                    ("graph", "a sparse buffer doubled", r"buffer.*graph"),
+                ),
+            ),
+            (
+                "players",
+                "a list of objects, each with a generator",
+                (("generator of a player", "one generator not restored", r"players\.1\.generator"),),
+            ),
+            (
                 "mode",
                 "autocast from a step on",
                 (

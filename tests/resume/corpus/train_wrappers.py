@@ -541,6 +541,145 @@ class Mode(Loop):
             self.half = state["half"]
 
 
+class Closure(Loop):
+    """A step that is given its forward pass, as that of Lightning is, and an average of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def train(self):
+        x, y = self.data.next()
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = loss_of(self.model, x, y)
+            loss.backward()
+            return loss
+
+        loss = self.optimizer.step(closure)
+        for name, p in self.model.named_parameters():
+            self.average[name].lerp_(p.detach(), 0.1)
+        return loss.item()
+
+    def more(self):
+        return {"average": self.average}
+
+    def load_more(self, state):
+        if not fault("average beside a closure"):
+            self.average = state["average"]
+
+
+class Codes(torch.optim.Optimizer):
+    """Momentum in codes of 8 bits with a scale, which torch loads as values of 32; its steps are counted in Python."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self._steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                own = self.state[p]
+                mean = own["codes"].float() * own["scale"] * 0.9 if own else torch.zeros_like(p)
+                mean = mean + 0.1 * p.grad
+                own["scale"] = mean.abs().max().clamp_min(1e-9) / 127
+                own["codes"] = (mean / own["scale"]).round().to(torch.int8)
+                p.sub_(group["lr"] / (1 - 0.9**self._steps) * mean)
+
+
+class Quantized(Loop):
+    """Moments in codes of 8 bits."""
+
+    def optimize(self):
+        return Codes(self.model.parameters(), lr=1e-2)
+
+    def more(self):
+        return {"steps": self.optimizer._steps}
+
+    def load_more(self, state):
+        own = self.optimizer.state.values()
+        for one in own if fault("codes") else ():
+            one["codes"].zero_()
+        for one in own if fault("scales") else ():
+            one["scale"].mul_(2)
+        if not fault("steps in Python"):
+            self.optimizer._steps = state["steps"]
+
+
+class Graph(nn.Module):
+    """Neighbors that a sparse buffer weighs, and a sparse parameter."""
+
+    def __init__(self):
+        super().__init__()
+        places = torch.arange(6).repeat(2, 1)
+        self.inner = Net()
+        self.links = nn.Parameter(torch.sparse_coo_tensor(places, torch.rand(6), (6, 6)).coalesce())
+        self.register_buffer("graph", torch.sparse_coo_tensor(places, torch.rand(6), (6, 6)).coalesce())
+
+    def forward(self, x):
+        return self.inner(torch.sparse.mm(self.links, torch.sparse.mm(self.graph, x.t())).t())
+
+
+class Layouts(Loop):
+    """Tensors of a sparse layout in a model."""
+
+    def build(self):
+        return Graph()
+
+    def optimize(self):
+        return torch.optim.AdamW(self.model.inner.parameters(), lr=1e-2)
+
+    def update(self, loss):
+        super().update(loss)
+        with torch.no_grad():
+            self.model.links.values().sub_(0.1 * self.model.links.grad.to_dense().diagonal())
+            self.model.graph.values().mul_(0.99)
+        self.model.links.grad = None
+
+    def load_more(self, state):
+        if fault("links"):
+            self.model.links.data.values().mul_(2)
+        if fault("graph"):
+            self.model.graph.values().mul_(2)
+
+
+class Player:
+    """Draws numbers of its own generator."""
+
+    def __init__(self, seed):
+        self.generator, self.place = np.random.default_rng(seed), 0.0
+
+    def play(self):
+        self.place = 0.9 * self.place + self.generator.normal()
+        return self.place
+
+
+class Players(Loop):
+    """A list of objects, each with a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.players = [Player(seed) for seed in range(3)]
+
+    def train(self):
+        x, y = self.data.next()
+        loss = loss_of(self.model, x, y) * (1 + 0.1 * sum(one.play() for one in self.players))
+        self.update(loss)
+        return loss.item()
+
+    def more(self):
+        return {"players": [(one.place, one.generator.bit_generator.state) for one in self.players]}
+
+    def load_more(self, state):
+        for number, (one, (place, own)) in enumerate(zip(self.players, state["players"], strict=True)):
+            one.place = place
+            if not (number == 1 and fault("generator of a player")):
+                one.generator.bit_generator.state = own
+
+
 STYLES = {one.__name__.lower(): one for one in Loop.__subclasses__()}
 loop = STYLES[args.style]()
 if args.resume:

@@ -146,6 +146,7 @@ class Observer:
         self._norm: float | None = None
         self._in_module = self._in_backward = False
         self._stepping: list[list[Any]] = []  # optimizers that are stepping, and whether another steps in it
+        self._called: set[int] = set()  # the ids of optimizers whose step begins where its closure was evaluated
         self._failed: set[str] = set()
 
     def start(self) -> None:
@@ -263,11 +264,8 @@ class Observer:
             init(one, *args, **kwargs)
 
         hooks.Optimizer.__init__ = observed
-        hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._count_step, one))
-        hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._begin_step, one))
-        if self._observe:
-            hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._try(self._before_step, one))
-            hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._try(self._after_step, one))
+        hooks.register_optimizer_step_pre_hook(self._call_step)
+        hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._end_step(one))
 
     # what is seen -----------------------------------------------------------------------------------------------------
 
@@ -321,6 +319,38 @@ class Observer:
         changed = [kind for kind, digest in rng(self._torch).items() if before.get(kind, digest) != digest]
         changed += ["weights"] if self._parameters(optimizer) != weights else []
         return {"saved": self._is_saved, "events": sorted(self._events), "changed": changed}
+
+    def _call_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Begin a step where it is called, or where the closure that has its forward pass was evaluated: return its
+        arguments then."""
+        closure, is_keyword = kwargs.get("closure", args[1] if args[1:] else None), "closure" in kwargs
+        if self._backward or not callable(closure) or self._torch.compiler.is_compiling():
+            self._begin(optimizer)
+            return None
+        self._called.add(id(optimizer))
+
+        @functools.wraps(closure)
+        def evaluated(*values: Any, **more: Any) -> Any:
+            result = closure(*values, **more)
+            if id(optimizer) in self._called:
+                self._begin(optimizer)
+            return result
+
+        return (args, {**kwargs, "closure": evaluated}) if is_keyword else ((args[0], evaluated, *args[2:]), kwargs)
+
+    def _begin(self, optimizer: Any) -> None:
+        self._called.discard(id(optimizer))
+        self._try(self._begin_step, optimizer)
+        if self._observe:
+            self._try(self._before_step, optimizer)
+
+    def _end_step(self, optimizer: Any) -> None:
+        if id(optimizer) in self._called:  # of one that does not evaluate it
+            self._begin(optimizer)
+        self._try(self._count_step, optimizer)
+        if self._observe:
+            self._try(self._after_step, optimizer)
+        self._backward = 0
 
     def _begin_step(self, optimizer: Any) -> None:
         if not self._torch.compiler.is_compiling() and _trains(optimizer):

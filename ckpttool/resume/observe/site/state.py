@@ -35,6 +35,7 @@ PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
 _SMALLER = ("bfloat16", "float16")
+_OF_CODES = ("int8", "uint8")  # of quantized moments, which torch loads as values of the dtype of their parameter
 
 
 class _Living(NamedTuple):
@@ -156,9 +157,12 @@ class Recorder:
             # One that never steps, as of a schedule that is only asked for its value, trains nothing.
             if self.count == 1 or id(each.param_groups) in stepped:
                 self._add_optimizer(f"optimizer_{number}" if number else "optimizer", each, names, state)
+        places = {id(one): at for at, one in enumerate(there.optimizers)}
         for kind, objects in (("scheduler", there.schedulers), ("scaler", there.scalers)):
-            # One that a script makes anew when it resumes is the last of all, and of its class it may be the only one.
-            for number, one in enumerate(sorted(objects, key=lambda each: type(each).__name__)):
+            # One that a script makes anew when it resumes is the last of all, and of its class it may be the only one,
+            # or of its optimizer.
+            place = {id(one): places.get(id(getattr(one, "optimizer", None)), 0) for one in objects}
+            for number, one in enumerate(sorted(objects, key=lambda each: (type(each).__name__, place[id(each)]))):
                 root = f"{kind}_{number}" if number else kind
                 values |= {f"{root}.{key}": plain(value) for key, value in one.state_dict().items()}
         return {**state, "rng": rng(self._torch), "forward": self._forward}
@@ -382,16 +386,18 @@ def digest(torch: Any, tensor: Any, *, rounded: bool | None = None) -> dict[str,
 
     With `rounded` also the digests of float32 values in smaller dtypes, rounded, and `exact`, the dtypes that have all
     of the values; if it is False, the digests in these alone."""
-    record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": []}
     with suppress(Exception):  # of a class of tensors that is in no mesh
         if hasattr(tensor, "placements"):
             record["box"] = box_of(tensor)
     try:
+        record["shape"] = [*map(int, tensor.shape)]  # of a nested one, some have no size
         with torch.no_grad():
             record |= _elements(torch, tensor.detach())
-            if rounded is not None and tensor.dtype == torch.float32:
-                record["exact"] = [name for name in _SMALLER if _is_exact(torch, tensor.detach(), getattr(torch, name))]
-                smaller = {name: getattr(torch, name) for name in (_SMALLER if rounded else record["exact"])}
+            if rounded is not None and tensor.dtype == torch.float32 and not _parts(torch, local(tensor)):
+                dtypes = {name: getattr(torch, name) for name in (*_SMALLER, *_OF_CODES)}
+                record["exact"] = [name for name, dtype in dtypes.items() if _is_exact(torch, tensor.detach(), dtype)]
+                smaller = {name: dtypes[name] for name in {*(_SMALLER if rounded else ()), *record["exact"]}}
                 found = {name: _elements(torch, tensor.detach(), dtype) for name, dtype in smaller.items()}
                 record["rounded"] = {name: one["sha256"] for name, one in found.items()}
     except Exception as error:  # a class of tensors that has no bytes of its own
@@ -430,13 +436,29 @@ def _is_exact(torch: Any, tensor: Any, dtype: Any) -> bool:
     )
 
 
+def _parts(torch: Any, tensor: Any) -> list[Any]:
+    """Return the tensors that one is made of that is sparse, or of a class that has others inside."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.layout == torch.strided:
+        return []
+    tensor = tensor.coalesce() if tensor.is_sparse else tensor
+    leaves = torch.utils._pytree.tree_leaves(tensor._reduce_ex_internal(2))  # what a save has of it
+    return [one for one in leaves if is_of(one, torch.Tensor)]
+
+
 def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
+    if parts := _parts(torch, local(tensor)):
+        every = [_elements(torch, one) for one in parts]
+        text = "".join([str(list(tensor.shape)), *(one["sha256"] for one in every)])
+        return {"sha256": sha(text.encode()), "zero": any(one["zero"] for one in every[-1:])}
     own = _there(tensor)
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
-    flat, count = own.contiguous().reshape(-1), CHUNK // own.element_size()
-    if flat.numel() * flat.element_size() <= SMALL:
+    flat, size = own.contiguous().reshape(-1), torch._utils._element_size(dtype or own.dtype)
+    count = CHUNK // size
+    if flat.numel() * size <= SMALL:
         flat = flat.cpu()
-    whole = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}{list(own.shape)}".encode())
+    whole = hashlib.sha256(f"{dtype or tensor.dtype}{list(tensor.shape)}{list(own.shape)}".encode())
     is_zero = True
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
@@ -500,4 +522,7 @@ def plain(value: Any) -> Any:
         value = {str(key): plain(one) for key, one in dict.items(value)}
     elif callable(value) or not is_of(value, *PLAIN):
         value = type(value).__name__
+    elif type(value) not in PLAIN:  # a number or a text of a class that may refuse to be shown
+        kind = next(kind for kind in (int, float, str) if is_of(value, kind))
+        value = getattr(kind, f"__{kind.__name__}__")(value)
     return value if len(text := repr(value)) <= _TEXT else hashlib.sha256(text.encode()).hexdigest()[:DIGITS]

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from inspect import unwrap
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -94,7 +95,7 @@ class Variables:
         """Return what is in a variable by name: in dicts, objects, closures, a script's classes and modules."""
         if is_of(one, list, tuple, deque):
             items = dict(enumerate(each_of(one))) if len(one) < FEW else {}
-            return items if any(id(each) in self._loose for each in items.values()) else {}
+            return items if any(id(each) in self._loose or self._is_object(each) for each in items.values()) else {}
         if is_of(one, dict):
             return dict(dict.items(one))
         if is_of(one, FunctionType, MethodType):
@@ -111,8 +112,20 @@ class Variables:
         if is_of(one, *self._kinds[:2]):
             kinds = (float, self._torch.Generator) if self._is_of_library(type(one)) else (object,)
             own = {key: each for key, each in own.items() if key not in self._of_all and is_of(each, *kinds)}
-            return {key: own[key] for key in own if key[0] != "_" or is_of(one, self._kinds[0])}
+            # Of an optimizer, torch keeps some for itself.
+            private = own if is_of(one, self._kinds[0]) else self._named_in(type(one))
+            return {key: own[key] for key in own if key[0] != "_" or key in private}
         return own
+
+    def _named_in(self, cls: type) -> set[str]:
+        """Return the names of attributes in the functions of a script's class."""
+        functions = (each for base in cls.__mro__ if not self._is_of_library(base) for each in vars(base).values())
+        codes = (getattr(unwrap(each), "__code__", None) for each in functions if is_of(each, FunctionType))
+        return {name for code in codes if code is not None for name in code.co_names}
+
+    def _is_object(self, one: Any) -> bool:
+        """Return whether something is an object of a class of the script."""
+        return self._is_own(type(one)) and not is_of(one, *self._kinds)
 
     def _attributes(self, one: Any) -> dict[str, Any]:
         """Return what an object has in its `__dict__` and in slots, whatever its class says that it has."""
@@ -152,6 +165,8 @@ class Variables:
                 self._generators[name] = sha(repr(state).encode())
             elif type(one).__name__ == "ndarray" and id(one) not in self._loose and one.nbytes <= self._left:
                 self._spell(one, self._torch.from_numpy(one))
+            elif is_of(one, self._kinds[2]) and one.grad_fn is not None and one.numel() > 1:  # as a hidden state
+                self._spell(one, one.detach())
             if id(one) in self._loose:
                 self._values[name] = self._loose[id(one)]
             elif is_of(one, list, deque) and len(one) < FEW and len(one) * _ITEM <= self._left:
