@@ -163,9 +163,8 @@ class Starts:
         run.seconds = time.monotonic() - began
         self._move(run, folder)
         if found.complete(report.at, self._of_a(report.at)) is None:
-            raise RunEnded(
-                FailedCommand(name, f"run {name}: the checkpoint of step {report.at} is not complete", last_lines(log))
-            )
+            message = f"run {name}: the checkpoint of step {report.at} is not complete"
+            raise RunEnded(FailedCommand(name, message, last_lines(log)))
         self._collect(run)
         if report.stop in SIGNALS:
             run.steps = run.steps[:-1]  # of its last step it may not have printed all

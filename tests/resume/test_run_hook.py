@@ -150,15 +150,18 @@ def test_a_run_that_resumes_lists_directories_backwards_and_walks_them(tmp_path:
     assert listed[True] == listed[False][::-1] and len(listed[True]) == 4
 
 
-def test_what_the_user_has_set_is_kept(tmp_path: Path) -> None:
-    present = {"PYTHONHASHSEED": "7", "PYTHONPATH": "/mine"}
-    variables = inject.environment(str(tmp_path), present=present)
+def test_what_the_user_has_set_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PYTHONHASHSEED", "7"), ("PYTHONPATH", "/mine")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    variables = inject.environment(str(tmp_path))
     assert variables["PYTHONHASHSEED"] == "7" and variables["PYTHONPATH"] == os.pathsep.join((inject.SITE, "/mine"))
     assert variables["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert inject.environment(str(tmp_path), seed=None) == {}
-    one, other = (inject.environment(str(tmp_path), seed=seed, present={}) for seed in (1, 2))
+    monkeypatch.delenv("PYTHONHASHSEED")
+    one, other = (inject.environment(str(tmp_path), seed=seed) for seed in (1, 2))
     assert one["PYTHONHASHSEED"] != other["PYTHONHASHSEED"]
-    unseeded = inject.environment(str(tmp_path), seed=None, observe=True, present={})
+    unseeded = inject.environment(str(tmp_path), seed=None, observe=True)
     assert unseeded.keys() == {"PYTHONPATH", "CKPTTOOL_HOOK"}
 
 

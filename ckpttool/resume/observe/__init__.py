@@ -34,7 +34,6 @@ def environment(
     is_rounded: bool = False,
     is_by_sample: bool = False,
     control: str = "",
-    present: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Return the variables that the hook needs in the environment of a command. It writes to `folder`, which is there.
 
@@ -58,9 +57,9 @@ def environment(
     settings |= {"known": known, "is_backwards": is_backwards, "is_by_sample": is_by_sample}
     switches = {"PYTHONHASHSEED": str(seed), "CUBLAS_WORKSPACE_CONFIG": _CUBLAS, "TORCHINDUCTOR_DETERMINISTIC": "1"}
     return {
-        "PYTHONPATH": os.pathsep.join([SITE, *filter(None, [present.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([SITE, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CKPTTOOL_HOOK": json.dumps(settings),
-        **{name: present.get(name, value) for name, value in switches.items() if seed is not None},
+        **{name: os.environ.get(name, value) for name, value in switches.items() if seed is not None},
     }
 
 
