@@ -117,16 +117,20 @@ def checked_pattern(checkpoints: str) -> str:
 
 
 def with_steps(words: Sequence[str], flag: str, steps: int) -> list[str]:
-    """Return words in which the value of a flag is a number of steps: `FLAG 8` or `FLAG=8`.
+    """Return words in which the value of a flag is a number of steps: `FLAG 8` or `FLAG=8`, in the words or first in a
+    line for a shell.
 
     Raises UsageError if no word is the flag.
     """
     bare = flag.rstrip("=")
+    in_line = re.compile(rf"(?<!\S)({re.escape(bare)}[=\s]\s*)[0-9]+(?!\S)")
     for at, word in enumerate(words):
         if word.startswith(f"{bare}="):
             return [*words[:at], f"{bare}={steps}", *words[at + 1 :]]
         if word == bare and at + 1 < len(words):
             return [*words[: at + 1], str(steps), *words[at + 2 :]]
+        if in_line.search(word):
+            return [*words[:at], in_line.sub(rf"\g<1>{steps}", word, count=1), *words[at + 1 :]]
     raise UsageError(
         f"`--stop max-steps={flag}`: the command has no such option to change",
         hint=f"give the command its number of steps: `... {bare} N`, or stop it by `--stop sigkill`",
