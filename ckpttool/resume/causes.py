@@ -157,12 +157,14 @@ class Causes:
         if name not in after.kinds:
             return ""
         ranks = self._ranks([name])
+        # Moments have the dtype of their parameter when torch has loaded them.
+        is_zero_moment = after.is_zero(name, ranks) and before.kinds[name].startswith("group")
+        if before.kind(name) != after.kind(name) and not is_zero_moment:
+            return f"{after.kind(name)} and not {before.kind(name)}"
         if self.start is not None and _at(self.start.digests(name), ranks) == _at(after.digests(name), ranks):
             return "they are as they were built"
         if after.is_zero(name, ranks):
             return f"they are zero {self.when}"
-        if before.kind(name) != after.kind(name):
-            return f"{after.kind(name)} and not {before.kind(name)}"
         for dtype in ("bfloat16", "float16"):
             now = _at(after.digests(name, dtype), ranks) if after.is_exact(name, dtype) else []
             if any(now) and _at((self.again or before).digests(name, dtype), ranks) == now:
