@@ -24,8 +24,10 @@ WRITTEN = "name the checkpoint that it writes"
 _JSON = "a JSON document"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 _ABOUT_A_MODEL = re.compile(r".*(config|tokenizer|vocab|map|index|trainer_state|params).*\.json")
+_JOBLIB = "load it with `joblib.load`, and save what it holds with `torch.save`"
 NOT_READ = "it is not a PyTorch checkpoint, and is not read"
 
+_WHERE_JOBLIB = 1 << 16  # bytes in which the first array of a file of joblib begins, mostly
 _TABLE = bytes.fromhex("57fb808b247547db")  # the end of a table of LevelDB, which TensorFlow's indexes are
 _PACKAGE, _SAVED = (".data/extern_modules",), ("version", "data/0")  # records of torch.package, and of torch.save
 _MSGPACK = re.compile(rb"([\x81-\x8f]|\xde..)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # a map, whose first key is a text
@@ -132,8 +134,12 @@ def recognised(location: Location) -> CkptError | None:
     if head.startswith(b"PK\3\4") and _lists(location, *_PACKAGE):
         hint = "load it with `torch.package.PackageImporter`, and save the state dict with `torch.save`"
         return ReadError(f"`{location}`: a package of torch.package", hint=hint, file=location)
+    if head[:1] == b"x" and int.from_bytes(head[:2], "big") % 31 == 0 and not is_text(location.name, head):
+        return ReadError(f"`{location}`: compressed with zlib, as joblib does", hint=_JOBLIB, file=location)
     if (known := begins_as(head)) is not None:
         what, hint = known
+        if hint == INCOMPLETE and b"joblib.numpy_pickle" in location.head(_WHERE_JOBLIB):
+            what, hint = "a pickle of joblib, with arrays among its opcodes", _JOBLIB
         if hint == _UNZIP:  # the name of its first file says what it is
             name = head[30 : 30 + int.from_bytes(head[26:28], "little")].decode(errors="replace")
             what += f" (`{safe(name)}`, ...)"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,11 @@ def test_a_mistake_is_answered_by_what_to_type(words: str, tmp_path: Path, monke
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22ea\nsize 132\n"
+# What `joblib.dump({"w": array}, file)` begins with.
+JOBLIB = (
+    b"\x80\x04\x95\xda\0\0\0\0\0\0\0}\x94(\x8c\x01w\x94\x8c\x13joblib.numpy_pickle\x94\x8c\x11NumpyArrayWrapper"
+    b"\x94\x93\x94)\x81\x94}\x94" + bytes(range(256))
+)
 # Files and directories that are no checkpoints: what is in them, and what is said.
 OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "an empty file": ({"a.safetensors": b""}, "error: `a.safetensors` is empty\n"),
@@ -204,6 +210,14 @@ OTHERS: dict[str, tuple[dict[str, bytes], str]] = {
     "Flax": (
         {"flax_model.msgpack": b"\x81\xa6params\x80"},
         "a msgpack file, as Flax writes, judging by its first bytes\n",
+    ),
+    "joblib": (
+        {"a.pkl": JOBLIB},
+        "a pickle of joblib, with arrays among its opcodes\nhint: load it with `joblib.load`, and save",
+    ),
+    "joblib, compressed": (
+        {"a.joblib": zlib.compress(JOBLIB, 3)},
+        "compressed with zlib, as joblib does\nhint: load it with",
     ),
     "gpg": (
         {"a.pt.gpg": b"\x85\x01\x0c\x03\xff\xfe"},
