@@ -9,6 +9,7 @@ leave     what cannot be judged: not complete, a link, several files, of no step
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from ckpttool.operations.clean import clean
 from ckpttool.operations.convert import convert
 from ckpttool.operations.manifest import files_of
 from ckpttool.producers import runs
+from ckpttool.producers.alternatives import counted, is_later
 from ckpttool.producers.components import deepest
 from ckpttool.producers.foreign.recognition import UnsupportedError
 from ckpttool.producers.open import opened
@@ -261,7 +263,7 @@ class _Rule:
                     break
                 alike.append(other)
             else:
-                return _Last(run, orders, less, kept_less)
+                return _Last(run, orders, less, kept_less, _latest(run))
 
     def _judged(self, one: RunCheckpoint, last: _Last, pointed: Collection[str]) -> PrunedCheckpoint:
         is_multiple = self.keep_every is not None and one.step is not None and one.step % self.keep_every == 0
@@ -272,8 +274,10 @@ class _Rule:
             action, why = "leave", f"not complete: {one.why_not}"
         elif one.path in last.kept_less:
             why = last.kept_less[one.path]
-        elif one == last.run.chosen:
+        elif one == last.newest:
             why = "the newest complete one"
+        elif one == last.run.chosen:
+            why = "the newest complete one by its name"
         elif one.files:
             action, why = "leave", "several files, which are not removed in one step"
         elif not one.order:
@@ -294,12 +298,33 @@ class _Rule:
 @dataclass(frozen=True, slots=True)
 class _Last:
     """A run with its newest complete checkpoint, the places of the last ones that stay as they are, and those that hold
-    less than others, each with what it has not; of which some stay, too."""
+    less than others, each with what it has not; of which some stay, too. `newest` is the one that is newest by its
+    counters."""
 
     run: RunDirectory
     orders: Collection[tuple[int, ...]]
     less: Collection[Location]
     kept_less: Mapping[Location, str]
+    newest: RunCheckpoint | None
+
+
+def _latest(run: RunDirectory) -> RunCheckpoint | None:
+    """Return the newest of the chosen checkpoint and the last of each other kind of names, by their counters:
+    `epoch-2.pt` may be newer than `checkpoint-900.pt`."""
+    last_of_each = {re.sub(r"\d+", "#", one.name): one for one in run.called_otherwise if one.complete}
+    newest = run.chosen
+    if newest is not None and last_of_each:
+        counts = _counters(newest)
+        for one in last_of_each.values():
+            if is_later(new := _counters(one), counts):
+                newest, counts = one, new
+    return newest
+
+
+def _counters(checkpoint: RunCheckpoint) -> Collection[tuple[object, int]]:
+    with suppress(CkptError), opened(checkpoint.path) as source:
+        return counted(source.catalogue.entries.values())
+    return ()
 
 
 def _may_hold_more(one: RunCheckpoint, other: RunCheckpoint, kinds: _Kinds) -> bool:

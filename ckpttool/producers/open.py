@@ -143,7 +143,7 @@ def _open_newest(inner: runs.RunDirectory, options: OpenOptions, run: runs.RunDi
             source.close()
             return None
         of_no_step = [*_of_no_step(inner)]
-        others, later = _others(inner, of_no_step, source.catalogue)
+        others, later = _others(inner, of_no_step, source)
         if later is None:
             break
         source.close()
@@ -222,17 +222,18 @@ def _open_first_file(run: runs.RunDirectory, checkpoint: runs.RunCheckpoint) -> 
 
 
 def _others(
-    run: runs.RunDirectory, of_no_step: Iterable[Location], newest: Catalogue
+    run: runs.RunDirectory, of_no_step: Iterable[Location], opened: Source
 ) -> tuple[dict[Location, CkptError | None], Location | None]:
     """Return what holds other state than a checkpoint of a run, of what lies beside the newest and of its other
     checkpoints that are called otherwise, with the error if it cannot be opened, and the one that is newer by its
-    counters. The best or a final model has the same tensors, or most of them."""
+    counters. The best or a final model has the same tensors, or most of them; the best may be of another run."""
     complete = (one for one in dict.fromkeys((*run.of_same_step, *run.called_otherwise)) if one.complete)
     locations = [*of_no_step, *(location for one in complete for location in run.locations(one))]
     locations.sort(key=lambda location: runs.LAST.search(location.name) is None)  # of two that are alike the first
     found, later = dict[Location, CkptError | None](), None
     if not locations:
         return found, later
+    newest = opened.catalogue
     own, counts = _tensors_in(newest), alternatives.counted(newest.entries.values())
     parts.assign(newest)
     elements = sum(tensor.numel for tensor in newest.tensors if tensor.part.kind == "model")
@@ -246,6 +247,9 @@ def _others(
                 kinds = {entry.part.kind for entry in source.catalogue.entries.values()}
                 tensors, new = _tensors_in(source.catalogue), alternatives.counted(source.catalogue.entries.values())
                 is_most = 2 * sum(tensor.numel for tensor in source.catalogue.tensors) >= elements
+                is_later = tensors == own and run.continues(location) and alternatives.is_later(new, counts)
+                if is_later and runs.LAST.search(location.name) is None:
+                    is_later = not twins.are_unrelated(source, opened)
         except CkptError as error:
             if not ended(location.name):  # what a save left that did not end, or has not yet
                 found[location] = error
@@ -257,7 +261,7 @@ def _others(
             )
             if not is_checkpoint if tensors else kinds - {"progress", "other"}:
                 found |= _of_same_step(run, location, source.catalogue)
-            elif tensors == own and run.continues(location) and alternatives.is_later(new, counts):
+            elif is_later:
                 later, counts = location, new
     return found, later
 

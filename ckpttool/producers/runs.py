@@ -144,7 +144,8 @@ class RunDirectory:
         before = self.chosen
         assert before is not None
         known = next((one for one in self.checkpoints if self.locations(one) == [later]), None)
-        name, nbytes = later.relative_to(self.directory.path), 0 if later.is_dir() else later.size()
+        name = later.relative_to(self.directory.path)
+        nbytes = Directory(later).nbytes() if later.is_dir() else later.size()
         last = known or RunCheckpoint(name, later, None, nbytes, None, before.format, None, (), before.order, True)
         rest = [one for one in self.checkpoints if one != known]
         place = rest.index(before) + 1

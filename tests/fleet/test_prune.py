@@ -370,3 +370,25 @@ def test_a_script_s_step_loses_its_optimizer_file(tmp_path: Path) -> None:
     after = torch.load(tmp_path / "run/step_1/model.pt")
     assert after.keys() == before["model"].keys() and all(torch.equal(after[k], v) for k, v in before["model"].items())
     assert json.loads((tmp_path / "run/step_2/state.json").read_text())["step"] == 2
+
+
+def test_the_newest_by_its_counters_stays(tmp_path: Path) -> None:
+    # icefall: steps are saved between the epochs, whose numbers are lower.
+    for step in (100, 200, 300, 400):
+        _save_counted(tmp_path / f"checkpoint-{step}.pt", step)
+    for epoch, step in ((1, 250), (2, 450)):
+        _save_counted(tmp_path / f"epoch-{epoch}.pt", step)
+    pruned = ckpttool.prune(tmp_path, keep_last=1, yes=True)
+    why = {one.name: one.why for one in pruned.checkpoints if one.action == "keep"}
+    assert why == {
+        "epoch-2.pt": "the newest complete one",
+        "checkpoint-400.pt": "the newest complete one by its name",
+    }
+    assert names(str(tmp_path)) == why.keys()
+    assert [one["name"] for one in ckpttool.inspect(tmp_path).facts["run"] if one["taken"]] == ["epoch-2.pt"]
+
+
+def _save_counted(path: Path, step: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    torch.save({"model": model.state_dict(), "optimizer": {"momentum": [0.5]}, "batch_idx_train": step}, path)

@@ -103,6 +103,25 @@ def test_the_last_file_may_be_newer_than_the_last_step(last: str, epoch: int, tm
     assert {"epoch_10.pth", "epoch_20.pth"} < {*(one["name"] for one in run), newest, last}
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_best_of_another_run_is_not_the_newest(is_same: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(16, 16)
+    for epoch in (1, 2):
+        torch.save({"model": model.state_dict(), "epoch": epoch}, tmp_path / f"epoch_{epoch}.pth")
+    best = model if is_same else torch.nn.Linear(16, 16)
+    torch.save({"model": best.state_dict(), "epoch": 90}, tmp_path / "best.pth")
+    assert opened(tmp_path) == {"best.pth" if is_same else "epoch_2.pth"}
+
+
+def test_a_folder_that_is_the_last_has_its_size(tmp_path: Path) -> None:
+    for name, epoch in (("checkpoint-1", 1), ("checkpoint-2", 2), ("checkpoint-last", 3)):
+        (tmp_path / name).mkdir()
+        torch.save(state(epoch), tmp_path / name / "state.pt")
+    last = ckpttool.inspect(tmp_path).facts["run"][-1]
+    size = (tmp_path / "checkpoint-last" / "state.pt").stat().st_size
+    assert (last["name"], last["taken"], last["file_bytes"]) == ("checkpoint-last", True, size)
+
+
 def test_two_names_of_steps_that_count_otherwise(tmp_path: Path) -> None:
     """icefall: a file of an epoch is newer than the last of so many batches, though its number is smaller."""
     for name, batch in (("checkpoint-4000.pt", 4000), ("checkpoint-8000.pt", 8000), ("epoch-1.pt", 9000)):
