@@ -240,6 +240,50 @@ def momentum_of_a_model(run: Path) -> Expected:
 
 
 @script
+def moments_of_a_transformer(run: Path) -> Expected:
+    """The first one was an average, as biases are what the last updates made of zeros."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(inputs := torch.randn(8, 4, 32)) - inputs.roll(1, 0)).square().mean().backward()
+        optimizer.step()
+    save(model.state_dict(), run / "model.pt")
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state = {name: optimizer.state[one][kind] for name, one in model.named_parameters()}
+        save(state, run / f"{'m' if kind == 'exp_avg' else 'v'}.pt")
+    return Expected(count(model), None, "model 8,544, optimizer, optimizer")
+
+
+@script
+def new_heads(run: Path) -> Expected:
+    """Weights of zeros and of ones were squares of something, and no models."""
+    model = nn.Linear(64, 64)
+    heads = {f"value{n}": {key: torch.full_like(one, n) for key, one in model.state_dict().items()} for n in (0, 1)}
+    save({"policy": model.state_dict(), **heads}, run / "heads.pt")
+    return Expected(3 * count(model), None, "policy 4,160, value0 4,160, value1 4,160")
+
+
+@script
+def models_of_which_one_is_positive(run: Path) -> Expected:
+    """The other two were moments, whose squares are below the third."""
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(64, 64).state_dict() for _ in range(3))
+    third = {key: one.abs() for key, one in third.items()}
+    save({"first": first, "second": second, "third": third}, run / "models.pt")
+    return Expected(3 * 4160, None, "first 4,160, second 4,160, third 4,160")
+
+
+@script
+def an_encoder_that_follows_another(run: Path) -> Expected:
+    """It was the momentum of SGD before it was like the other."""
+    online, other = net(), net()
+    save({"encoder": online.state_dict(), "momentum_encoder": other.state_dict()}, run / "byol.pt")
+    return Expected(count(online), None, "encoder 508, its momentum_encoder")
+
+
+@script
 def squares_of_an_average(run: Path) -> Expected:
     """SWAG: the mean of the weights and of their squares."""
     model = net()
