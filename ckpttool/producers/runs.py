@@ -34,11 +34,13 @@ from ckpttool.storage.stores import Location, locate
 from ckpttool.storage.unfinished import ended
 from ckpttool.text import some
 
-_MARK = r"(?!(?i:.*(?<![a-z])(?:done|success|completed?|finished|commit(?:ted)?|ready)(?![a-z])))"  # of a whole save
+_MARK = r"(?i:[^.]*(?<![a-z])(?:done|success|completed?|finished|commit(?:ted)?|ready)(?![a-z]))"  # of a whole save
 _DATA = re.compile(
-    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|{_MARK}[^.]*"
+    rf"{formats.DATA_FILE.pattern}|.*\.(pi?c?kle?|th|torch|tar|zip|nemo|np[yz]|model|state)|.*\.pth?\.\w+|(?!{_MARK})[^.]*"
 )
-_NUMBERED = re.compile(r".*\.[a-z]*[-_]?\d+")  # `snapshot.ep.2`, or a log: its first bytes tell
+# Data if its first bytes say so: `snapshot.ep.2` may be a log, and `ckpt_ready_100` a mark.
+_MAY_BE_DATA = re.compile(rf".*\.[a-z]*[-_]?\d+|{_MARK}[^.]*")
+_LARGEST_MARK = 1024  # bytes, in a store, where to look at each is a request
 # What a checkpoint is called without its step.
 COPY = re.compile(r"(?<![a-z])(best|last|latest|final)(?![a-z])", re.IGNORECASE)
 LAST = re.compile(r"(?<![a-z])(last|latest|final)(?![a-z])", re.IGNORECASE)
@@ -476,11 +478,12 @@ def _of_file(
 
 
 def _is_data(directory: Directory, name: str) -> bool:
-    if _DATA.fullmatch(basename(name)) is not None:
-        return True
-    at = directory.at(name)
-    is_numbered = _NUMBERED.fullmatch(name) is not None and at.store.is_local and at.is_file()
-    return is_numbered and any(row.recognise(at) for row in formats.BINARY)
+    last, at = basename(name), directory.at(name)
+    if _DATA.fullmatch(last) is not None or _MAY_BE_DATA.fullmatch(last) is None:
+        return _DATA.fullmatch(last) is not None
+    if not at.store.is_local:
+        return "." not in last and directory.size(name) > _LARGEST_MARK
+    return at.is_file() and any(row.recognise(at) for row in formats.BINARY)
 
 
 def _ended(name: str) -> set[str]:
@@ -532,7 +535,7 @@ def _data_below(directory: Directory, depth: int = 0) -> Iterator[tuple[str, Loc
     """Yield the files in a directory and its folders that may hold tensors by their names, and the folders of DCP, with
     the format of each."""
     for name in directory.names:
-        if not name.endswith("/") and _DATA.fullmatch(name):
+        if not name.endswith("/") and _is_data(directory, name):
             yield "safetensors" if name.endswith(".safetensors") else "torch", directory.at(name)
     for name in directory.folders if depth < _MAX_DEPTH else ():
         with suppress(CkptError):

@@ -71,7 +71,7 @@ def _kinds(values: _Values) -> Iterator[tuple[Path, str]]:
 
 def _are_alike(first: Sequence[Array], second: Sequence[Array]) -> bool:
     """Return whether most tensors of one follow from the other's: few weights are still what the last updates made."""
-    return 2 * sum(starmap(are_alike, zip(first, second, strict=True))) > len(first)
+    return sum(map(bool, starmap(are_alike, zip(first, second, strict=True)))) > len(first) / 2
 
 
 def _are_skewed(values: Sequence[Array]) -> bool:
@@ -84,7 +84,7 @@ def _are_moments(first: Sequence[Array], second: Sequence[Array]) -> bool:
     if not all((m * m <= _RATIO * v * v).all() for m, v in pairs):
         return False
     scores = [_correlation(m, v) * m.size**0.5 for m, v in pairs if _vary(m) and _vary(v)]
-    return sum(scores) >= _CERTAIN * len(scores) ** 0.5 > 0
+    return bool(scores) and sum(scores) >= _CERTAIN * float(len(scores) ** 0.5)
 
 
 def _correlation(first: Array, second: Array) -> float:

@@ -455,6 +455,24 @@ def test_an_empty_file_that_says_that_a_save_ended(mark: str, tmp_path: Path) ->
     assert summarise(ckpttool.inspect(tmp_path)).headline.step == 200
 
 
+@pytest.mark.parametrize("name", ["ckpt_ready_{}", "completed-{}"])
+def test_a_checkpoint_that_is_called_like_a_mark(name: str, tmp_path: Path) -> None:
+    model = net()
+    for step in (100, 200):
+        save({"model": model.state_dict(), "optimizer": trained(model), "step": step}, tmp_path / name.format(step))
+    assert summarise(ckpttool.inspect(tmp_path)).headline.step == 200
+
+
+def test_state_that_is_called_like_a_mark_is_of_its_step(tmp_path: Path) -> None:
+    """That of both steps was read with the model of the second."""
+    for step in (100, 200):
+        save({"model": net().state_dict(), "step": step}, tmp_path / f"model_{step}.pt")
+        save({"sampler": torch.randn(8)}, tmp_path / f"ready_{step}")
+    with ckpttool.open(tmp_path) as checkpoint:
+        shown = Counter(reading.digest(one.torch()) for one in checkpoint.tensors())
+    assert shown == tensors_below(tmp_path / "model_200.pt") + tensors_below(tmp_path / "ready_200")
+
+
 def test_steps_behind_a_dot(tmp_path: Path) -> None:
     """ESPnet's and Chainer's `snapshot.ep.1` and `snapshot.ep.2` were two models of one checkpoint."""
     model = net()
