@@ -43,7 +43,8 @@ def find(source: Source) -> dict[Path, str]:
     found = dict[Path, str]()
     with closing(files.Pool()) as pool, suppress(CorruptError, ReadError):
         for group in (group for group in alike.values() if len(group) > 1):
-            found |= _kinds({root: _heads(tensors, source, pool) for root, tensors in group})
+            kinds = dict(_kinds({root: _heads(tensors, source, pool) for root, tensors in group}))
+            found |= kinds if len(kinds) < len(group) else {}  # they are of a model, which is one of them
     return found
 
 

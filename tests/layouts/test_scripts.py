@@ -266,6 +266,18 @@ def new_heads(run: Path) -> Expected:
 
 
 @script
+def weights_like_their_gradients(run: Path) -> Expected:
+    """The model was a moment, too: its weights are large where its gradients are, and nothing was left as the model."""
+    torch.manual_seed(0)
+    model = nn.Embedding(64, 16)
+    rows = torch.logspace(-2, 0, 64)[:, None]
+    weights, first = (torch.randn(64, 16).clamp(-2, 2) * rows for _ in range(2))
+    for name, values in (("model", weights), ("m", first), ("v", first.square() + weights.square())):
+        save({"weight": values}, run / f"{name}.pt")
+    return Expected(3 * count(model), None, "m 1,024, model 1,024, v 1,024")
+
+
+@script
 def models_of_which_one_is_positive(run: Path) -> Expected:
     """The other two were moments, whose squares are below the third."""
     torch.manual_seed(0)
