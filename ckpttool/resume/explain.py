@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from ckpttool.analysis.saved_state import SavedState, SavedTensor, digested
@@ -349,17 +350,14 @@ class Explanation:
         observed = [one for one in self.report.findings if one.kind.startswith(("next batch", "learning rate"))]
         later = [one for one in observed if one.step is not None and one.step > self.starts.taken(self.at) + 1]
         for finding in later[:1]:
-            happened = self.hooked["A"].events
-            before = {event for event, step in happened if step + 1 == finding.step}
-            before -= {
-                event for event, step in happened if self.starts.taken(self.at) <= step < (finding.step or 0) - 1
-            }
+            events = sorted(self.hooked["A"].events, key=itemgetter(1), reverse=True)
+            first = {event: step + 1 for event, step in events if step >= self.starts.taken(self.at)}
+            before = {event for event, step in first.items() if step == finding.step}
             after = "".join(f", after {text}" for event, text in window.EVENTS.items() if event in before)
             anew = f" (reinitialised: {some(names)})" if (names := self._begun_anew()) else ""
             what = "the data" if finding.kind.startswith("next batch") else "the learning rate"
-            return (
-                f"{what} differed from step {finding.step} on{after}, and was that of run A in the steps before{anew}"
-            )
+            when = f"from step {finding.step} on{after}"
+            return f"{what} differed {when}, and was that of run A in the steps before{anew}"
         return None
 
     # The checkpoint of the resume -------------------------------------------------------------------------------------

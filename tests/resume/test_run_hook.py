@@ -11,13 +11,15 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from ckpttool.resume import observe as inject
 from ckpttool.resume.observe.site import keep
-from ckpttool.resume.observe.site.state import digest, joined
+from ckpttool.resume.observe.site.state import digest, joined, plain
 from ckpttool.resume.observe.site.variables import Variables
 from ckpttool.resume.steps import changed_by_saves
 
@@ -208,6 +210,39 @@ def test_a_compiled_model(tmp_path: Path, backend: str) -> None:
     assert [one.step for one in steps] == [1, 2, 3] and len({one.batch for one in steps}) == 3
 
 
+def test_schedulers_of_one_class_are_named_by_their_optimizers(tmp_path: Path) -> None:
+    """Also where a script that resumes makes them in another order."""
+    code = (
+        "import sys, torch; from torch.optim.lr_scheduler import StepLR; torch.manual_seed(0)\n"
+        "m = torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2); o = [torch.optim.SGD(one.parameters(), 0.5) for one in m]\n"
+        "s = {at: StepLR(o[at], 10 * (at + 1)) for at in map(int, sys.argv[1:])}\n"
+        "m[0](torch.ones(2)).sum().backward(); m[1](torch.ones(2), torch.ones(2)).sum().backward()\n"
+        "o[0].step(), o[1].step()"
+    )
+    values = []
+    for order in ("01", "10"):
+        hooked = start(["-c", code, *order], tmp_path / order, observe=True, states=[1])
+        (found,) = hooked.states[1].values
+        values.append({key: value for key, value in found.items() if key.endswith(".step_size")})
+    assert values[0] == values[1] and {*values[0].values()} == {10, 20}
+
+
+@pytest.mark.long
+def test_a_compiled_step_of_an_optimizer_is_observed_as_any_other(tmp_path: Path) -> None:
+    code = (
+        "import logging, sys, torch; logging.disable(); torch.manual_seed(0)\n"
+        "m = torch.nn.Linear(4, 4); o = torch.optim.Adam(m.parameters(), 0.5)\n"
+        "step = torch.compile(lambda: o.step(), backend='eager') if sys.argv[1:] else o.step\n"
+        "for n in range(3): m(torch.ones(2, 4) * n).sum().backward(); step(); o.zero_grad()"
+    )
+    plain, compiled = (
+        start(["-W", "ignore", "-c", code, *words], tmp_path / "".join(["hook", *words]), observe=True, states=[1, 3])
+        for words in ([], ["compiled"])
+    )
+    assert not compiled.failures and {*compiled.states} == {*plain.states} == {1, 3}
+    assert [one.step for one in compiled.steps[0]] == [1, 2, 3] and len({one.batch for one in compiled.steps[0]}) == 3
+
+
 def test_what_was_saved_is_kept_before_it_is_written_over(tmp_path: Path) -> None:
     failed: list[str] = []
     out, kept = tmp_path / "out", tmp_path / "kept"
@@ -353,6 +388,46 @@ def test_sparse_tensors_have_digests() -> None:
         assert records[0] == records[1] and records[0]["sha256"] != records[2]["sha256"]
 
 
+class Scaled(torch.Tensor):
+    """Codes inside, and a scale that is a number."""
+
+    codes: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: float) -> Scaled:  # noqa: PYI034
+        one: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape)  # type: ignore[attr-defined]
+        one.codes, one.scale = codes, scale
+        return one
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[float]]:
+        return ["codes"], (self.scale,)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: object, types: object, args: tuple[Any, ...], kwargs: object = None
+    ) -> Scaled:
+        assert function is torch.ops.aten.detach.default
+        return cls(args[0].codes, args[0].scale)
+
+
+def test_a_scale_that_is_no_tensor_is_in_the_digest_of_a_wrapper() -> None:
+    codes = torch.ones(3, dtype=torch.int8)
+    was, again, now = (digest(torch, Scaled(codes, scale)) for scale in (0.5, 0.5, 1.0))
+    assert "unseen" not in was and was == again and was["sha256"] != now["sha256"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_an_address_is_not_read() -> None:
+    masked = torch.masked.masked_tensor(torch.ones(3), torch.tensor([True, False, True]))
+    assert digest(torch, masked)["unseen"] == "ValueError"  # its address is 0
+
+
+def test_arrays_are_plain_values() -> None:
+    values = [numpy.array([0.5, 1.0]), numpy.array([]), {"table": numpy.arange(2)}, numpy.float64(2)]
+    assert [*map(plain, values)] == [[0.5, 1.0], [], {"table": [0, 1]}, 2.0]
+
+
 def test_many_small_tensors_are_looked_at_as_few() -> None:
     small = [torch.full((2, 2), float(one)) for one in range(5_000)]
     halves, large = torch.ones(3, dtype=torch.bfloat16), torch.arange(1 << 13)
@@ -368,3 +443,11 @@ def test_many_values_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.process_time()
     Variables(torch, ()).find((), {}, ())
     assert time.process_time() - began < 5  # a minute if a set is made anew for each of the 50,000
+
+
+def test_many_items_take_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {str(one): [*range(4_000)] for one in range(2_000)}
+    monkeypatch.setattr(sys.modules["__main__"], "many", many, raising=False)
+    began = time.process_time()
+    Variables(torch, ()).find((), {}, ())
+    assert time.process_time() - began < 10  # twice that if the file of the class of each of the 8,000,000 is looked up

@@ -264,8 +264,13 @@ class Observer:
             init(one, *args, **kwargs)
 
         hooks.Optimizer.__init__ = observed
-        hooks.register_optimizer_step_pre_hook(self._call_step)
+        hooks.register_optimizer_step_pre_hook(lambda one, args, kwargs: self._call_step(one, args, kwargs))
         hooks.register_optimizer_step_post_hook(lambda one, args, kwargs: self._end_step(one))
+
+    def watch_compiler(self) -> None:
+        """Keep the compiler out of what the hook does in a step that is compiled, which would not be as it is here."""
+        for name in ("_try", "_call_step", "_end_step"):
+            setattr(self, name, sys.modules["torch._dynamo"].disable(getattr(self, name)))
 
     # what is seen -----------------------------------------------------------------------------------------------------
 
@@ -324,7 +329,7 @@ class Observer:
         """Begin a step where it is called, or where the closure that has its forward pass was evaluated: return its
         arguments then."""
         closure, is_keyword = kwargs.get("closure", args[1] if args[1:] else None), "closure" in kwargs
-        if self._backward or not callable(closure) or self._torch.compiler.is_compiling():
+        if self._backward or not callable(closure):
             self._begin(optimizer)
             return None
         self._called.add(id(optimizer))
@@ -353,7 +358,7 @@ class Observer:
         self._backward = 0
 
     def _begin_step(self, optimizer: Any) -> None:
-        if not self._torch.compiler.is_compiling() and _trains(optimizer):
+        if _trains(optimizer):
             self._name(optimizer)
             taken: dict[str, int] = {}  # of those that were made one after the other, and have one name, together
             for one, count in self._recorder.counts.items():
@@ -383,8 +388,6 @@ class Observer:
             self._inputs, self._samples, self._fetched = [], [], []
 
     def _count_step(self, optimizer: Any) -> None:
-        if self._torch.compiler.is_compiling():  # a step that is compiled whole may have no write in its graph
-            return
         letter = self._letters.setdefault(id(optimizer), b"abcdefghijklmnopqrstuvwxyz"[len(self._letters) % 26 :][:1])
         # Opened for each step: a process that was forked has a file of its own.
         with open(os.path.join(self._folder, f"count.{os.getpid()}"), "ab", buffering=0) as stream:

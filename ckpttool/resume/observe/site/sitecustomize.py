@@ -78,6 +78,7 @@ def _hook() -> None:
             _keeper.watch(sys.modules["torch"])
         observer = _load("hook").install(_SETTINGS, _failed, _keeper)
         after_import("torch.distributed.checkpoint.state_dict_loader", observer.watch_dcp)
+        after_import("torch._dynamo", observer.watch_compiler)
     except Exception as error:
         _failed("the hook", error)
 

@@ -366,8 +366,11 @@ def flat_on_cpu(tensor: Any) -> Any:
 
 
 def elements(flat: Any) -> Any:
-    """Return the elements of a contiguous tensor of the CPU, without numpy, which knows no bfloat16."""
+    """Return the elements of a contiguous tensor of the CPU, without numpy, which knows no bfloat16. Raises ValueError
+    for one of a class that has them elsewhere."""
     size = flat.numel() * flat.element_size()
+    if size and not flat.data_ptr():
+        raise ValueError("a tensor without elements")
     return (ctypes.c_char * size).from_address(flat.data_ptr()) if size else b""
 
 
@@ -409,7 +412,7 @@ def joined(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
     """Yield tensors, small ones of a dtype as one: of thousands, a call for each takes longer than all that it does."""
     few: dict[Any, list[Any]] = {}
     for one in tensors:
-        if one.numel() > FEW or not _is_on_cpu(one):
+        if one.numel() > FEW or not one.is_cpu:
             yield one
             continue
         few.setdefault(one.dtype, []).append(one)
@@ -450,7 +453,8 @@ def _parts(torch: Any, tensor: Any) -> list[Any]:
 def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     if parts := _parts(torch, local(tensor)):
         every = [_elements(torch, one) for one in parts]
-        text = "".join([str(list(tensor.shape)), *(one["sha256"] for one in every)])
+        more: Any = getattr(local(tensor), "__tensor_flatten__", tuple)()[1:]  # plain values of a class, as a scale
+        text = "".join([str(list(tensor.shape)), *(one["sha256"] for one in every), str(plain(more))])
         return {"sha256": sha(text.encode()), "zero": any(one["zero"] for one in every[-1:])}
     own = _there(tensor)
     own = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
@@ -463,7 +467,7 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype)
-        if _is_on_cpu(chunk):
+        if chunk.is_cpu:
             whole.update(elements(chunk))
             is_zero = is_zero and dtype is None and not (bool(chunk[:FEW].any()) or bool(chunk.any()))
         else:
@@ -481,10 +485,6 @@ def _there(tensor: Any) -> Any:
     if not has_elements(own := local(tensor)):
         raise ValueError("a tensor without elements")
     return own
-
-
-def _is_on_cpu(tensor: Any) -> bool:
-    return bool(tensor.device.type == "cpu")
 
 
 def _mixed(torch: Any, chunk: Any) -> tuple[int, bool]:
@@ -513,8 +513,10 @@ def each_of(items: Any) -> Iterator[Any]:
 def plain(value: Any) -> Any:
     """Return a value that JSON and people can read; of a long one its digest."""
     value = local(value)  # a shard may have no element of a tensor that has one
-    is_number = value.numel() == 1 if hasattr(type(value), "numel") else type(value).__module__ == "numpy"
-    if is_number and hasattr(type(value), "item"):  # another class may change with a call of that
+    # Another class may change with a call of these.
+    if type(value).__module__ == "numpy" and hasattr(type(value), "tolist"):
+        value = value.item() if value.size == 1 else value.tolist()
+    elif hasattr(type(value), "numel") and hasattr(type(value), "item") and value.numel() == 1:
         value = value.item()
     if is_of(value, list, tuple, deque):
         value = [plain(one) for one in each_of(value)]

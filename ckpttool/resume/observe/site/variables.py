@@ -95,7 +95,10 @@ class Variables:
         """Return what is in a variable by name: in dicts, objects, closures, a script's classes and modules."""
         if is_of(one, list, tuple, deque):
             items = dict(enumerate(each_of(one))) if len(one) < FEW else {}
-            return items if any(id(each) in self._loose or self._is_object(each) for each in items.values()) else {}
+            # Of thousands of items, the classes are a few.
+            classes = {id(type(each)): type(each) for each in items.values()}.values()
+            is_any = any(self._is_own(cls) and not issubclass(cls, self._kinds) for cls in classes)
+            return items if is_any or any(id(each) in self._loose for each in items.values()) else {}
         if is_of(one, dict):
             return dict(dict.items(one))
         if is_of(one, FunctionType, MethodType):
@@ -122,10 +125,6 @@ class Variables:
         functions = (each for base in cls.__mro__ if not self._is_of_library(base) for each in vars(base).values())
         codes = (getattr(unwrap(each), "__code__", None) for each in functions if is_of(each, FunctionType))
         return {name for code in codes if code is not None for name in code.co_names}
-
-    def _is_object(self, one: Any) -> bool:
-        """Return whether something is an object of a class of the script."""
-        return self._is_own(type(one)) and not is_of(one, *self._kinds)
 
     def _attributes(self, one: Any) -> dict[str, Any]:
         """Return what an object has in its `__dict__` and in slots, whatever its class says that it has."""
