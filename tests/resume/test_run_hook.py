@@ -214,7 +214,8 @@ def test_schedulers_of_one_class_are_named_by_their_optimizers(tmp_path: Path) -
     """Also where a script that resumes makes them in another order."""
     code = (
         "import sys, torch; from torch.optim.lr_scheduler import StepLR; torch.manual_seed(0)\n"
-        "m = torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2); o = [torch.optim.SGD(one.parameters(), 0.5) for one in m]\n"
+        "m = torch.nn.Linear(2, 2), torch.nn.Bilinear(2, 2, 2)\n"
+        "o = [torch.optim.SGD(one.parameters(), 0.5) for one in m]\n"
         "s = {at: StepLR(o[at], 10 * (at + 1)) for at in map(int, sys.argv[1:])}\n"
         "m[0](torch.ones(2)).sum().backward(); m[1](torch.ones(2), torch.ones(2)).sum().backward()\n"
         "o[0].step(), o[1].step()"
