@@ -16,8 +16,9 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str | None, out: str, kept: str, complete: set[Any] | None = None) -> None:
-        self.pattern, self._written = pattern, patterns.WrittenFiles(kept, _is_state) if pattern is None else None
+        is_state = partial(_is_whole, others=("optimizer",))  # a single tensor may be a sample
+        self.pattern, self._written = pattern, patterns.WrittenFiles(kept, is_state) if pattern is None else None
         self.out, self.kept_in = out, kept
         self.is_kept_by_run: Callable[[], bool] = lambda: False
         self._keeper = keep.Keeper(out, kept)
@@ -348,16 +350,11 @@ def _named(out: str, checkpoints: Mapping[int, str]) -> set[int]:
     return {step for step in named if step is not None}
 
 
-def _is_whole(path: str, *others: str) -> bool:
+def _is_whole(path: str, others: Collection[str] = ()) -> bool:
     """Return whether a file has the weights of a model, not only what belongs to them, and parts of `others`."""
     with suppress(CkptError), opened(path) as source:
         return {"model", *others} <= {tensor.part.kind for tensor in source.catalogue.tensors}
     return False
-
-
-def _is_state(path: str) -> bool:
-    """Return whether a file has a model and the state of its optimizer: a single tensor may be a sample."""
-    return _is_whole(path, "optimizer")
 
 
 def _why_not_opened(path: str) -> str | None:

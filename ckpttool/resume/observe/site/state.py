@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 DIGITS = 16  # of a digest: enough to tell batches apart, and a line that people can read
@@ -35,6 +36,7 @@ PLAIN = (bool, int, float, str, type(None))
 _TEXT = 200  # characters of a value that is kept as it is
 _MODEL = "model"  # what the only module is called that optimizers train
 _SMALLER = ("bfloat16", "float16")
+_is_on_cpu = attrgetter("is_cpu")
 _OF_CODES = ("int8", "uint8")  # of quantized moments, which torch loads as values of the dtype of their parameter
 
 
@@ -412,7 +414,7 @@ def joined(torch: Any, tensors: Iterable[Any]) -> Iterator[Any]:
     """Yield tensors, small ones of a dtype as one: of thousands, a call for each takes longer than all that it does."""
     few: dict[Any, list[Any]] = {}
     for one in tensors:
-        if one.numel() > FEW or not one.is_cpu:
+        if one.numel() > FEW or not _is_on_cpu(one):
             yield one
             continue
         few.setdefault(one.dtype, []).append(one)
@@ -467,7 +469,7 @@ def _elements(torch: Any, tensor: Any, dtype: Any = None) -> dict[str, Any]:
     for low in range(0, flat.numel(), count):
         chunk = flat[low : low + count]
         chunk = chunk if dtype is None else chunk.to(dtype)
-        if chunk.is_cpu:
+        if _is_on_cpu(chunk):
             whole.update(elements(chunk))
             is_zero = is_zero and dtype is None and not (bool(chunk[:FEW].any()) or bool(chunk.any()))
         else:
