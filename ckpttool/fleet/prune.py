@@ -9,7 +9,6 @@ leave     what cannot be judged: not complete, a link, several files, of no step
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -311,7 +310,7 @@ class _Last:
 def _latest(run: RunDirectory) -> RunCheckpoint | None:
     """Return the newest of the chosen checkpoint and the last of each other kind of names, by their counters:
     `epoch-2.pt` may be newer than `checkpoint-900.pt`."""
-    last_of_each = {re.sub(r"\d+", "#", one.name): one for one in run.called_otherwise if one.complete}
+    last_of_each = {runs.masked(one.name): one for one in run.called_otherwise if one.complete}
     newest = run.chosen
     if newest is not None and last_of_each:
         counts = _counters(newest)

@@ -95,7 +95,7 @@ class RunCheckpoint:
         called; none for one file. `run` is the listing that it is in."""
         names = self.files or (run.folder(self.name).names if self.path.is_dir() else ())
         whole, begun = (name for name in names if not _ended(name)), (one for name in names for one in _ended(name))
-        return Counter(map(_masked, whole)), Counter(map(_masked, begun))
+        return Counter(map(masked, whole)), Counter(map(masked, begun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +124,20 @@ class RunDirectory:
     def called_otherwise(self) -> list[RunCheckpoint]:
         """The others whose names differ from that of the chosen one in more than numbers: `final`, `0` beside
         `checkpoint-10`."""
-        name = _masked(self.chosen.name) if self.chosen is not None else ""
-        return [one for one in self.checkpoints if _masked(one.name) != name]
+        name = masked(self.chosen.name) if self.chosen is not None else ""
+        return [one for one in self.checkpoints if masked(one.name) != name]
 
     def is_copy(self, name: str) -> bool:
         """Return whether a file is called as one of the chosen checkpoint, with a word in place of its step:
         `latest_net_G.pth` beside `10_net_G.pth`."""
         files = (self.chosen.files or (self.chosen.name,)) if self.chosen is not None else ()
-        return COPY.sub("#", name) in map(_masked, files)
+        return COPY.sub("#", name) in map(masked, files)
 
     def continues(self, location: Location) -> bool:
         """Return whether a file or a folder may be a later checkpoint of the run than the chosen one by its name: one
         that is listed, the last or the best, or `checkpoint.pth` beside `checkpoint0099.pth`; others are of another."""
         listed = {one for checkpoint in self.checkpoints for one in (checkpoint.name, *checkpoint.files)}
-        name, bare = location.name, {re.sub(r"[-_.=]?#", "", _masked(one)) for one in listed}
+        name, bare = location.name, {re.sub(r"[-_.=]?#", "", masked(one)) for one in listed}
         is_called_so = name in listed or ((COPY.search(name) is not None or name in bare) and not ended(name))
         return is_called_so and location.is_below(self.directory.path)
 
@@ -411,9 +411,9 @@ def _compared(directory: Directory, folders: Sequence[RunCheckpoint]) -> Iterato
         names = directory.folder(one.name).names
         held = {n for n in names if n.endswith("/") or (_DATA.fullmatch(n) and not re.fullmatch(DCP_FILE, n))}
         held = {n for n in held if not ended(n.rstrip("/"))}  # what a save has left is asked of no other
-        kinds[one] = Counter({*map(_masked, held)})
+        kinds[one] = Counter({*map(masked, held)})
     for one in folders:
-        alike = (other for other in own if (_masked(other.name), other.format) == (_masked(one.name), one.format))
+        alike = (other for other in own if (masked(other.name), other.format) == (masked(one.name), one.format))
         others = [kinds[other] for other in alike if other != one] if one in kinds else []
         yield replace(one, why_not=_lacking(kinds[one], others) or one.why_not if others else one.why_not)
 
@@ -425,7 +425,8 @@ def _lacking(own: Counter[str], others: Iterable[Counter[str]]) -> str | None:
     return f"`{min(absent).replace('#', '*')}` is missing, which the others have" if absent else None
 
 
-def _masked(name: str) -> str:
+def masked(name: str) -> str:
+    """Return a name with `#` in place of its numbers."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -449,7 +450,7 @@ def _files(directory: Directory) -> Iterator[RunCheckpoint]:
     for (order, step), of_step in files.items():
         for name in (name for name, of in left.items() if not of.isdisjoint(of_step)):
             yield _of_file(directory, name, step, _NOT_ENDED, order)
-    kinds = {place: Counter(_masked(n) for n in of_step if not _ended(n)) for place, of_step in files.items()}
+    kinds = {place: Counter(masked(n) for n in of_step if not _ended(n)) for place, of_step in files.items()}
     for place, of_step in files.items():
         nbytes, (order, step) = sum(map(directory.size, of_step)), place
         others = [kinds[other] for other in files if other != place]
